@@ -1,0 +1,223 @@
+"""The data: edit `build_datasets`. Below it, what makes the order of the samples exact.
+
+The order of an epoch is a pure function of (seed, epoch) and is cut into effective batches, those into micro-batches
+that are dealt to the devices in turn. So a run goes on at any (epoch, step), also on another number of devices, on
+exactly the samples that are left.
+"""
+
+import gzip
+import random
+import signal
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+
+def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Dataset]:
+    """Returns the datasets under "train", "val" and "test".
+
+    Edit here. Any map-style Dataset will do: samples are a pair (input, target), or a dict with these two first. Its
+    randomness may come from torch, NumPy or `random`: all are seeded by (seed, epoch, index) before each sample. A
+    dataset that serves whole batches, as ImageDataset below does, spares the time of a call and a copy per sample.
+
+    Args:
+        name: "digits" or "mnist".
+        data_dir: Directory of the files; unused for digits.
+        seed: Seed of the augmentation. The split into train, val and test does not depend on it.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is not what it should be.
+    """
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        images, targets = load_digits(return_X_y=True)
+        images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # 1,797 images, grey values 0..16
+        targets = torch.tensor(targets, dtype=torch.int64)
+        train, val, test = np.split(np.random.default_rng(0).permutation(len(targets)), [1217, 1417])
+    else:
+        folder = Path(data_dir)
+        first = [read_idx(folder, f"train-{part}", dims) for part, dims in (("images", 3), ("labels", 1))]
+        second = [read_idx(folder, f"t10k-{part}", dims) for part, dims in (("images", 3), ("labels", 1))]
+        for images, targets in (first, second):
+            if len(images) != len(targets):
+                raise ValueError(f"{folder}: {len(images)} images but {len(targets)} labels")
+        images = torch.cat([first[0], second[0]]).unsqueeze(1).float() / 255
+        targets = torch.cat([first[1], second[1]]).long()
+        order = np.random.default_rng(0).permutation(len(first[1]))
+        val, train = np.split(order, [len(order) // 12])  # of MNIST's 60,000: 5,000 and 55,000
+        test = np.arange(len(order), len(targets))
+    return {
+        "train": ImageDataset(images[train], targets[train], shift=1, seed=seed),
+        "val": ImageDataset(images[val], targets[val]),
+        "test": ImageDataset(images[test], targets[test]),
+    }
+
+
+class ImageDataset(Dataset):
+    """Images in memory, served a batch at a time.
+
+    Args:
+        images: (samples, channels, height, width).
+        targets: Class numbers, (samples,).
+        shift: Largest shift in pixels, drawn per sample and epoch for each direction. Default 0.
+        seed: Seed of the shifts. Default 0.
+    """
+
+    def __init__(self, images: Tensor, targets: Tensor, shift: int = 0, seed: int = 0):
+        self.targets, self.shift, self.seed = targets, shift, seed
+        self.num_classes = int(targets.max()) + 1
+        padded = F.pad(images, (shift,) * 4)
+        # All shifts of an image are views of one padded image: (samples, dy, dx, channels, height, width).
+        self.views = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1).permute(0, 2, 3, 1, 4, 5)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws the shifts of an epoch; called before its first batch, in whichever process loads it."""
+        generator = torch.Generator().manual_seed(stable_seed("shift", self.seed, epoch))
+        self.offsets = torch.randint(2 * self.shift + 1, (2, len(self)), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, targets = self.__getitems__(np.array([index]))
+        return images[0], targets[0]
+
+    def __getitems__(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(indices)
+        dy, dx = self.offsets[:, index] if self.shift else (0, 0)
+        return self.views[index, dy, dx], self.targets[index]
+
+
+def read_idx(folder: Path, name: str, dims: int) -> Tensor:
+    """Reads an IDX file of bytes, plain or .gz (format: http://yann.lecun.com/exdb/mnist). Returns a uint8 tensor."""
+    stems = [folder / f"{name}{separator}idx{dims}-ubyte" for separator in "-."]
+    candidates = stems + [stem.with_name(stem.name + ".gz") for stem in stems]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{stems[0]} is missing (plain or .gz)")
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    shape = np.frombuffer(content[4 : 4 + 4 * dims], dtype=">u4")
+    if content[:4] != bytes([0, 0, 8, dims]) or len(content) != 4 + 4 * dims + np.prod(shape, dtype=np.int64):
+        raise ValueError(f"{path} is no whole IDX file of {dims} dimensions of bytes")
+    if 0 in shape:
+        raise ValueError(f"{path} is empty")
+    return torch.tensor(np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape.tolist()))
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A 32-bit seed for each combination of parts, the same on every machine and version (unlike `hash`)."""
+    return zlib.crc32(repr(parts).encode())
+
+
+class TrainSampler(Sampler):
+    """Deals the micro-batches of an epoch: rank r of W gets the micro-batches r, r + W, ... of each effective batch.
+
+    Yields (epoch, sample numbers). Set `epoch` and `first_step` before iterating; no step that lies before
+    `first_step` costs anything. An incomplete last effective batch is left out.
+    """
+
+    def __init__(self, num_samples, steps, effective_batch_size, micro_batch_size, rank, world_size, seed):
+        self.num_samples, self.steps, self.rank, self.world_size = num_samples, steps, rank, world_size
+        self.effective_batch_size, self.micro_batch_size, self.seed = effective_batch_size, micro_batch_size, seed
+        self.epoch = self.first_step = 0
+
+    def __len__(self) -> int:
+        return (self.steps - self.first_step) * (self.effective_batch_size // self.micro_batch_size // self.world_size)
+
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+        epoch, size = self.epoch, self.micro_batch_size
+        generator = torch.Generator().manual_seed(stable_seed("order", self.seed, epoch))
+        order = torch.randperm(self.num_samples, generator=generator).numpy()
+        for step in range(self.first_step, self.steps):
+            batch = order[step * self.effective_batch_size : (step + 1) * self.effective_batch_size]
+            for start in range(self.rank * size, self.effective_batch_size, self.world_size * size):
+                yield epoch, batch[start : start + size]
+
+
+class EvalSampler(Sampler):
+    """Deals batches in order, each sample once. Every rank gets equally many full batches, so that nobody waits: the
+    last ones repeat the last sample. `sizes` tells for each batch of this rank how many of its samples count."""
+
+    def __init__(self, num_samples, batch_size, rank, world_size):
+        self.num_samples, self.batch_size = num_samples, batch_size
+        batches = -(-num_samples // (batch_size * world_size))
+        self.starts = [(batch * world_size + rank) * batch_size for batch in range(batches)]
+        self.sizes = [min(max(num_samples - start, 0), batch_size) for start in self.starts]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+        for start in self.starts:
+            yield 0, np.arange(start, start + self.batch_size).clip(max=self.num_samples - 1)
+
+
+class MicroBatches(Dataset):
+    """Fetches a whole micro-batch by its key (epoch, sample numbers), in the training process or in a worker."""
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed, self.epoch = dataset, seed, None
+
+    def __getitem__(self, key: tuple[int, np.ndarray]):
+        epoch, indices = key
+        if hasattr(self.dataset, "set_epoch"):  # draws its randomness from the epoch itself
+            if epoch != self.epoch:
+                self.dataset.set_epoch(epoch)
+                self.epoch = epoch
+        else:
+            self.seed_generators(epoch, indices[0])
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.fetch(epoch, index) for index in indices.tolist()]
+        if isinstance(batch, list):
+            batch = default_collate(batch)
+        # The loop unpacks (input, target): a dict gives its values in order. Whoever wants names edits both places.
+        return tuple(batch.values()) if isinstance(batch, dict) else batch
+
+    def fetch(self, epoch: int, index: int):
+        self.seed_generators(epoch, index)
+        return self.dataset[index]
+
+    def seed_generators(self, epoch: int, index: int) -> None:
+        seed = stable_seed("sample", self.seed, epoch, int(index))
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed visits every backend: 80 µs against 1
+        np.random.seed(seed)
+        random.seed(seed)
+
+
+def build_loader(dataset: Dataset, sampler: Sampler, seed: int, num_workers: int, pin_memory: bool) -> DataLoader:
+    """A loader of the sampler's micro-batches."""
+    return DataLoader(
+        MicroBatches(dataset, seed),
+        sampler=sampler,
+        batch_size=None,  # a key is a whole micro-batch
+        collate_fn=as_it_is,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=pin_memory,
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # else the loader draws from the global one
+    )
+
+
+def as_it_is(batch):
+    return batch
+
+
+def ignore_signals(worker: int) -> None:
+    """A signal to the whole process group must not kill the workers before the loop has saved."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

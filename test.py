@@ -1,0 +1,137 @@
+"""Evaluates a run of train.py, on any number of devices, each sample once.
+
+python test.py --out_dir 20261121-093000-train_out
+python test.py --out_dir train_out --checkpoint last --split val --predictions
+"""
+
+from config import TestConfig, TrainConfig, fail, parse_test, read_config
+
+if __name__ == "__main__":
+    CONFIG, RUN_DIR = parse_test()  # before the heavy imports, so that --help and a mistyped option answer at once
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchmetrics import Metric, MetricCollection
+
+import utils
+from data import EvalSampler, build_datasets, build_loader
+from train import build_model, validate
+
+
+class Predictions(Metric):
+    """Keeps (target, prediction, confidence) of each sample, a row each; ranks one behind the other."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        confidences, predictions = logits.double().softmax(dim=1).max(dim=1)
+        self.rows.append(torch.stack([targets.double(), predictions.double(), confidences], dim=1))
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.rows) if isinstance(self.rows, list) else self.rows
+
+
+def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, run_dir: Path, path: Path) -> int:
+    """Evaluates the checkpoint at `path`, prints a table and writes test_results.json. Returns the exit code."""
+    batch_size = config.batch_size or trained.micro_batch_size or trained.effective_batch_size
+    sampler = EvalSampler(len(dataset), batch_size, fabric.global_rank, fabric.world_size)
+    loader = fabric.setup_dataloaders(
+        build_loader(dataset, sampler, trained.seed, config.num_workers, pin_memory=fabric.device.type == "cuda"),
+        use_distributed_sampler=False,
+        move_to_device=fabric.device.type != "cpu",
+    )
+    model = build_model(trained, dataset)
+    weights = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(weights.get("model", weights))
+    model = fabric.setup(model)
+
+    metrics = MetricCollection({"rows": Predictions()}).to(fabric.device)
+    results = validate(fabric, model, loader, metrics)
+    if not fabric.is_global_zero:
+        return 0
+    rows = results["rows"].cpu()
+    # Rank r has the batches r, r + W, ...: put the samples back into the dataset's order.
+    order = torch.cat([torch.arange(s, s + n) for s, n in every_rank(sampler, fabric.world_size)])
+    rows = rows[order.argsort()]
+    targets, predictions = rows[:, 0].long(), rows[:, 1].long()
+    num_classes = getattr(dataset, "num_classes", 10)
+    confusion = torch.zeros(num_classes, num_classes, dtype=torch.long)
+    confusion.index_put_((targets, predictions), torch.ones_like(targets), accumulate=True)
+    per_class = [row[i].item() / row.sum().item() if row.sum() else None for i, row in enumerate(confusion)]
+    report = {
+        "checkpoint": str(path),
+        "split": config.split,
+        "num_samples": len(rows),
+        "loss": results["loss"].item(),
+        "accuracy": confusion.diagonal().sum().item() / len(rows),
+        "accuracy_per_class": per_class,
+    }
+    utils.write_atomically(run_dir / "test_results.json", json.dumps(report, indent=2) + "\n")
+    print(f"{path} on {report['num_samples']} {config.split} samples\n")
+    print(utils.format_row(["class", "samples", "accuracy"]))
+    for i, accuracy in enumerate(per_class):
+        print(utils.format_row([i, confusion[i].sum().item(), "-" if accuracy is None else accuracy]))
+    print(utils.format_row(["all", report["num_samples"], report["accuracy"]]), f"\n\nloss {report['loss']:.5g}")
+    print(f"results {run_dir / 'test_results.json'}")
+    if config.predictions:
+        with open(run_dir / "predictions.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["sample", "target", "prediction", "confidence"])
+            writer.writerows(
+                zip(range(len(rows)), targets.tolist(), predictions.tolist(), rows[:, 2].tolist(), strict=True)
+            )
+        draw_confusion(confusion, run_dir / "confusion_matrix.png")
+        print(f"predictions {run_dir / 'predictions.csv'}, {run_dir / 'confusion_matrix.png'}")
+    return 0
+
+
+def every_rank(sampler: EvalSampler, world_size: int) -> list[tuple[int, int]]:
+    """First sample and number of samples of each batch, in the order in which the ranks' results are gathered."""
+    ranks = [EvalSampler(sampler.num_samples, sampler.batch_size, rank, world_size) for rank in range(world_size)]
+    return [batch for rank in ranks for batch in zip(rank.starts, rank.sizes, strict=True)]
+
+
+def draw_confusion(confusion: Tensor, path: Path) -> None:
+    """Draws the confusion matrix (targets down, predictions across), with the number of samples in each field."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.add_subplot(xlabel="prediction", ylabel="target")
+    axes.imshow(confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1), cmap="Blues", vmin=0, vmax=1)
+    for (row, column), count in ((index, confusion[index]) for index in map(tuple, confusion.nonzero().tolist())):
+        axes.text(column, row, count.item(), ha="center", va="center", color="white" if row == column else "black")
+    axes.set(xticks=range(len(confusion)), yticks=range(len(confusion)))
+    figure.savefig(path, dpi=100)
+
+
+def main(config: TestConfig, run_dir: Path) -> int:
+    """Finds every mistake of the user before anything is launched, then evaluates. Returns the exit code."""
+    trained = read_config(run_dir)
+    fabric = utils.build_fabric(replace(config, precision=config.precision or trained.precision))
+    known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": utils.checkpoints_of(run_dir)}
+    path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), None)
+    if path is None or not path.is_file():
+        fail(f"--checkpoint {config.checkpoint}: {path or 'no checkpoint in ' + str(run_dir)} does not exist")
+    if not utils.is_whole(path):
+        fail(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do", code=1)
+    try:
+        dataset = build_datasets(trained.dataset, config.data_dir or trained.data_dir, trained.seed)[config.split]
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    return utils.launch(fabric, test, config, trained, dataset, run_dir, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(CONFIG, RUN_DIR))

@@ -1,0 +1,411 @@
+"""What nobody edits: devices, run directory, loggers, checkpoints, signals, scaling rules. Nothing here knows the loss,
+the batch or a metric."""
+
+import copy
+import csv
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.accelerators import find_usable_cuda_devices
+from lightning.fabric.loggers import Logger, TensorBoardLogger
+from lightning.fabric.plugins.io import TorchCheckpointIO
+
+from config import checkpoints_of, fail, to_yaml
+
+PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
+
+
+# ---- devices and scaling rules
+
+
+def build_fabric(config) -> Fabric:
+    """Fabric with the devices of the config. What the machine cannot do ends with one line."""
+    devices, precision = config.devices, config.precision
+    options = ("accelerator", "devices", "num_nodes", "strategy", "precision")
+    asked = " ".join(f"--{name} {getattr(config, name)}" for name in options)
+    try:
+        if devices.startswith("idle:"):
+            # The children that Fabric launches run this too and must not search again.
+            found = os.environ.setdefault(
+                "IDLE_DEVICES", ",".join(map(str, find_usable_cuda_devices(int(devices[5:]))))
+            )
+            devices = found + ","  # "3," is device 3, "3" would be three devices
+        fabric = Fabric(
+            accelerator=config.accelerator,
+            devices=devices,
+            num_nodes=config.num_nodes,
+            strategy=config.strategy,
+            precision=precision,
+            plugins=[AtomicCheckpointIO()],
+        )
+    except Exception as error:  # Fabric raises ValueError, RuntimeError, MisconfigurationException, ImportError, ...
+        fail(f"{asked}: {error}")
+    if fabric.device.type == "cpu" and precision in ("16-mixed", "16-true", "16"):
+        fail(f"--precision {precision}: float16 needs a GPU; on the CPU use bf16-mixed or bf16-true")
+    if fabric.device.type == "mps" and precision in ("64-true", "64"):
+        fail(f"--precision {precision}: the MPS device has no float64; use 32-true")
+    if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
+        fail(f"{asked}: means {fabric.world_size} processes, but the launcher has started {started}")
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    return fabric
+
+
+def launch(fabric: Fabric, function, *args):
+    """Calls function(fabric, *args) in every process, and returns what it returns."""
+    # `fabric run` has started the processes already and forbids to launch
+    result = function(fabric, *args) if os.environ.get("LT_CLI_USED") else fabric.launch(function, *args)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # after the model is gone, else gloo can abort at exit
+    return result
+
+
+def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
+    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps.
+
+    Returns micro_batch_size and grad_accum_steps. Raises ValueError, naming the nearest values that divide.
+    """
+    micro = micro_batch_size or max(effective_batch_size // world_size, 1)
+    unit = world_size * micro if micro_batch_size else world_size
+    if effective_batch_size % unit == 0:
+        return micro, effective_batch_size // (world_size * micro)
+    below = effective_batch_size // unit * unit
+    message = f"--effective_batch_size {effective_batch_size}: is no multiple of {world_size} process(es)"
+    message += f" x --micro_batch_size {micro}" if micro_batch_size else ""
+    message += f"; the nearest that are: {', '.join(str(n) for n in (below, below + unit) if n)}"
+    share, remainder = divmod(effective_batch_size, world_size)
+    if micro_batch_size and not remainder:
+        nearest = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - micro))[:2]
+        message += f"; or --micro_batch_size {' or '.join(map(str, nearest))}"
+    raise ValueError(message)
+
+
+def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:
+    """The learning rate for effective_batch_size, from the one for base_batch_size: "linear" (Goyal et al. 2017,
+    arXiv:1706.02677), "sqrt" (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741) or "none"."""
+    ratio = effective_batch_size / base_batch_size
+    return base_lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seeds torch's generators of the CPU and the device. (torch.manual_seed visits every backend: 80 µs against 1.)"""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+
+
+def is_due(step: int, every: float) -> bool:
+    """Whether a multiple of `every` steps, which need not be whole, was passed with this step."""
+    return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)
+
+
+def limit(total: int, limit_batches: int | float | None) -> int:
+    """So many of `total` batches: a count, a fraction (at least one batch), or None for all."""
+    if limit_batches is None:
+        return total
+    return max(1, int(total * limit_batches)) if isinstance(limit_batches, float) else min(total, limit_batches)
+
+
+# ---- run directory
+
+
+def check_writable(root_dir: str, out_dir: str) -> None:
+    """Ends with one line where no run directory can be made."""
+    folder = (Path(root_dir) / out_dir).absolute().parent
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        probe = existing / f".write-test-{os.getpid()}"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        fail(f"--root_dir {root_dir} --out_dir {out_dir}: cannot write to {existing}: {error.strerror}")
+
+
+def make_run_dir(fabric: Fabric, config) -> Path:
+    """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir; named once, by rank 0, after the launch. -1, -2, ... where taken."""
+    base = Path(config.root_dir) / config.out_dir
+    run_dir, taken = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}"), 0
+    name = run_dir.name
+    while fabric.is_global_zero:
+        try:
+            run_dir.mkdir(parents=True)
+            break
+        except FileExistsError:
+            taken += 1
+            run_dir = run_dir.with_name(f"{name}-{taken}")
+    return fabric.broadcast(run_dir)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes beside the final name, then renames, so that the name always means a whole file."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
+    """Writes config.yaml, and into provenance/ what it takes to know later how this start of the run came about."""
+
+    def git(*command: str) -> str:
+        try:
+            return subprocess.run(["git", *command], capture_output=True, text=True, errors="replace").stdout
+        except OSError:  # no git
+            return ""
+
+    start = run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
+    start.parent.mkdir(exist_ok=True)
+    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    facts = {
+        "command": [sys.executable, *sys.argv],
+        "git_commit": git("rev-parse", "HEAD").strip(),
+        "git_status": git("status", "--porcelain").splitlines(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "devices": f"{fabric.world_size} x {fabric.device.type}",
+        "python": platform.python_version(),
+        "packages": dict(sorted(packages.items())),
+    }
+    write_atomically(start.with_suffix(".json"), json.dumps(facts, indent=2) + "\n")
+    if diff := git("diff", "HEAD"):
+        write_atomically(start.with_suffix(".diff"), diff)
+    write_atomically(run_dir / "config.yaml", to_yaml(config))
+    (run_dir / "checkpoints").mkdir(exist_ok=True)
+    (run_dir / "model.pt").unlink(missing_ok=True)  # of a finished run that now goes on: it marks the end
+
+
+# ---- loggers: each keeps one unbroken history; rows beyond the step that a run resumes from are dropped
+
+
+class CSVLogger(Logger):
+    """A row per logged step, on disk at once. (Fabric's own deletes the file when a run is resumed.)"""
+
+    name, version = "csv", ""
+
+    def __init__(self, folder: Path, step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.path, self.columns = folder, folder / "metrics.csv", ["step"]
+        text = self.path.read_text() if self.path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may have cut the last line
+        self.write_all([row for row in csv.DictReader(lines) if int(row["step"]) <= step])
+
+    def write_all(self, rows: list[dict]) -> None:
+        self.columns = list(dict.fromkeys([*self.columns, *(key for row in rows for key in row)]))
+        beside = self.path.with_suffix(".tmp")
+        with open(beside, "w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(beside, self.path)
+
+    def log_metrics(self, metrics: dict, step: int) -> None:
+        row = {"step": step, **metrics}
+        if not set(row) <= set(self.columns):  # a new column: write the file anew, once
+            with open(self.path, newline="") as file:
+                return self.write_all([*csv.DictReader(file), row])
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self.columns, restval="").writerow(row)
+
+    def log_hyperparams(self, params: dict) -> None:
+        write_atomically(self.folder / "hparams.json", json.dumps(params, indent=2) + "\n")
+
+
+class WandbLogger(Logger):
+    """Weights & Biases; offline where there is no key or no network."""
+
+    name, version = "wandb", ""
+
+    def __init__(self, run_dir: Path, config):
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        options = dict(project=config.project, name=run_dir.name, id=run_dir.name, resume="allow", notes=config.comment)
+        try:
+            self.run = wandb.init(dir=run_dir / "logs", mode=mode, **options)
+        except wandb.Error as error:
+            print(f"wandb goes offline: {error}")
+            self.run = wandb.init(dir=run_dir / "logs", mode="offline", **options)
+
+    def log_metrics(self, metrics: dict, step: int) -> None:
+        self.run.log(metrics, step=step)
+
+    def log_hyperparams(self, params: dict) -> None:
+        self.run.config.update(params, allow_val_change=True)
+
+    def finalize(self, status: str) -> None:
+        self.run.finish()
+        if self.run.offline:
+            print(f"wandb was offline; to upload: wandb sync {Path(self.run.dir).parent}")
+
+
+def build_loggers(config, run_dir: Path, step: int) -> list[Logger]:
+    """The chosen loggers, going on after `step`; wandb and tensorboard are imported only here."""
+    loggers, params = [], {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in asdict(config).items()}
+    for name in dict.fromkeys(config.logger_name):
+        if name == "csv":
+            loggers.append(CSVLogger(run_dir / "logs" / "csv", step))
+        elif name == "wandb":
+            loggers.append(WandbLogger(run_dir, config))
+        else:
+            from torch.utils.tensorboard.summary import hparams
+
+            board = TensorBoardLogger(run_dir / "logs", name="tensorboard", version="", purge_step=step + 1)
+            for summary in hparams(params, {config.monitor: 0}):  # the logger's own way adds a metric of its own
+                board.experiment._get_file_writer().add_summary(summary)
+            loggers.append(board)
+            continue
+        loggers[-1].log_hyperparams(params)
+    return loggers
+
+
+# ---- checkpoints
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the final name, flushes to disk, renames: a name always means a whole file. (Fabric's own goes
+    through $TMPDIR and, from another file system, copies to the final name.)"""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        path = Path(path)
+        beside = path.with_name(path.name + ".tmp")
+        try:
+            with open(beside, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular: bool, best: bool, keep: int | None) -> None:
+    """Writes step-XXXXXXXX.ckpt where `regular`, and best.ckpt where `best`: as a link to it, so that it costs no
+    second serialization. Then deletes all but the newest `keep` step files. Called on all ranks."""
+    folder = run_dir / "checkpoints"
+    path = folder / (f"step-{state['step']:08d}.ckpt" if regular else "best.ckpt")
+    fabric.save(path, state)
+    if fabric.is_global_zero and regular:
+        if best:
+            beside = folder / "best.ckpt.tmp"
+            beside.unlink(missing_ok=True)
+            try:
+                os.link(path, beside)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, beside)
+            os.replace(beside, folder / "best.ckpt")
+        for old in sorted(folder.glob("step-*.ckpt"))[: -keep if keep else 0]:
+            old.unlink()
+
+
+def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
+    """Restores `state` in place from the newest whole checkpoint; a damaged one is named and skipped."""
+    chosen = None
+    for path in checkpoints_of(run_dir) if fabric.is_global_zero else []:
+        if is_whole(path):
+            chosen = path
+            break
+        print(f"skipped {path}: it is damaged", file=sys.stderr)
+    chosen = fabric.broadcast(chosen)
+    if chosen is None:
+        fail(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed", code=1)
+    fabric.load(chosen, state)
+    return chosen
+
+
+def save_weights(fabric: Fabric, run_dir: Path, net: torch.nn.Module) -> None:
+    """Writes model.pt: the weights alone, on the CPU, for `Model(...).load_state_dict`. It marks a finished run."""
+    if fabric.is_global_zero:
+        weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+        AtomicCheckpointIO().save_checkpoint(weights, run_dir / "model.pt")
+    fabric.barrier()
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint is a zip archive whose checksums are right."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+# ---- running
+
+
+class Stopper:
+    """Turns SIGTERM, SIGINT and SIGUSR1 into a decision of all ranks to stop after the same step.
+
+    One process just looks at its flag. Several ask each other about once a second: how often, in steps, follows from
+    the time that passed since they last did, which they agree on as well. A second signal ends the process at once.
+    """
+
+    def __init__(self, fabric: Fabric):
+        self.signal, self.world_size, self.steps, self.interval, self.asked = (
+            0,
+            fabric.world_size,
+            0,
+            1,
+            time.monotonic(),
+        )
+        if self.world_size > 1:  # on the CPU, so that asking never waits for a GPU
+            self.group = torch.distributed.new_group(backend="gloo")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def __call__(self) -> bool:
+        """To be asked once a step, by all ranks."""
+        if self.world_size == 1:
+            return self.signal > 0
+        self.steps += 1
+        if self.steps < self.interval:
+            return False
+        seconds = time.monotonic() - self.asked
+        answer = torch.tensor([self.signal, seconds])
+        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX, group=self.group)
+        self.signal, seconds = int(answer[0]), max(float(answer[1]), 1e-6)
+        self.interval, self.steps, self.asked = max(1, int(self.interval / seconds)), 0, time.monotonic()
+        return self.signal > 0
+
+
+def build_profiler(run_dir: Path | None):
+    """torch.profiler over 5 steps, after 5 of warm-up; call its `step()` after each step."""
+
+    def report(profiler) -> None:
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(profiler.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=40))
+        if run_dir:
+            (run_dir / "profile").mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(run_dir / "profile" / "steps.pt.trace.json"))
+            print(f"trace, for https://ui.perfetto.dev or TensorBoard: {run_dir / 'profile'}")
+
+    return torch.profiler.profile(schedule=torch.profiler.schedule(1, 4, 5, 1), on_trace_ready=report)
+
+
+def print_summary(net: torch.nn.Module, inputs: torch.Tensor) -> None:
+    """Prints the layers, their output sizes and parameters."""
+    import torchinfo
+
+    copied = copy.deepcopy(net).float()
+    print(torchinfo.summary(copied, input_data=inputs.float(), col_names=("output_size", "num_params"), verbose=0))
+
+
+def format_row(values) -> str:
+    """A line of the table that the loop prints: names right-aligned over their values."""
+    return "  ".join(f"{value:>12.5g}" if isinstance(value, float) else f"{value:>12}" for value in values)
