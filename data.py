@@ -54,6 +54,7 @@ def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Data
         order = np.random.default_rng(0).permutation(len(first[1]))
         val, train = np.split(order, [len(order) // 12])  # of MNIST's 60,000: 5,000 and 55,000
         test = np.arange(len(order), len(targets))
+    images = (images - images[train].mean()) / images[train].std()
     return {
         "train": ImageDataset(images[train], targets[train], shift=1, seed=seed),
         "val": ImageDataset(images[val], targets[val]),
@@ -74,7 +75,7 @@ class ImageDataset(Dataset):
     def __init__(self, images: Tensor, targets: Tensor, shift: int = 0, seed: int = 0):
         self.targets, self.shift, self.seed = targets, shift, seed
         self.num_classes = int(targets.max()) + 1
-        padded = F.pad(images, (shift,) * 4)
+        padded = F.pad(images, (shift,) * 4, value=images.min().item())
         # All shifts of an image are views of one padded image: (samples, dy, dx, channels, height, width).
         self.views = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1).permute(0, 2, 3, 1, 4, 5)
         self.set_epoch(0)

@@ -27,20 +27,22 @@ from train import build_model, validate
 
 
 class Predictions(Metric):
-    """Keeps (target, prediction, confidence) of each sample, a row each; ranks one behind the other."""
+    """A row (target, prediction, confidence) for each sample, in the order of the dataset, whatever rank has it."""
 
     full_state_update = False
 
-    def __init__(self):
+    def __init__(self, sampler: EvalSampler):
         super().__init__()
-        self.add_state("rows", default=[], dist_reduce_fx="cat")
+        self.starts = iter(sampler.starts)
+        self.add_state("rows", torch.zeros(sampler.num_samples, 3), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        confidences, predictions = logits.double().softmax(dim=1).max(dim=1)
-        self.rows.append(torch.stack([targets.double(), predictions.double(), confidences], dim=1))
+        confidences, predictions = logits.softmax(dim=1).max(dim=1)
+        start = next(self.starts)
+        self.rows[start : start + len(targets)] = torch.stack([targets, predictions, confidences], dim=1)
 
     def compute(self) -> Tensor:
-        return torch.cat(self.rows) if isinstance(self.rows, list) else self.rows
+        return self.rows
 
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, run_dir: Path, path: Path) -> int:
@@ -57,14 +59,11 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     model.load_state_dict(weights.get("model", weights))
     model = fabric.setup(model)
 
-    metrics = MetricCollection({"rows": Predictions()}).to(fabric.device)
+    metrics = MetricCollection({"rows": Predictions(sampler)}).to(fabric.device)
     results = validate(fabric, model, loader, metrics)
     if not fabric.is_global_zero:
         return 0
     rows = results["rows"].cpu()
-    # Rank r has the batches r, r + W, ...: put the samples back into the dataset's order.
-    order = torch.cat([torch.arange(s, s + n) for s, n in every_rank(sampler, fabric.world_size)])
-    rows = rows[order.argsort()]
     targets, predictions = rows[:, 0].long(), rows[:, 1].long()
     num_classes = getattr(dataset, "num_classes", 10)
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.long)
@@ -95,12 +94,6 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
         draw_confusion(confusion, run_dir / "confusion_matrix.png")
         print(f"predictions {run_dir / 'predictions.csv'}, {run_dir / 'confusion_matrix.png'}")
     return 0
-
-
-def every_rank(sampler: EvalSampler, world_size: int) -> list[tuple[int, int]]:
-    """First sample and number of samples of each batch, in the order in which the ranks' results are gathered."""
-    ranks = [EvalSampler(sampler.num_samples, sampler.batch_size, rank, world_size) for rank in range(world_size)]
-    return [batch for rank in ranks for batch in zip(rank.starts, rank.sizes, strict=True)]
 
 
 def draw_confusion(confusion: Tensor, path: Path) -> None:

@@ -36,7 +36,7 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
     """The model for samples of this dataset; 10 classes where the dataset has no `num_classes`."""
     sample = dataset[0]
     image, *_ = sample.values() if isinstance(sample, dict) else sample
-    return Model(len(image), getattr(dataset, "num_classes", 10), config.width, config.dropout)
+    return Model(image.shape, getattr(dataset, "num_classes", 10), config.width, config.dropout)
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int, steps_per_epoch: int) -> float:
@@ -61,8 +61,9 @@ def validate(
     mean_loss = MeanMetric().to(fabric.device)
     for size, (images, targets) in zip(loader.sampler.sizes[:max_batches], loader, strict=False):
         logits, targets = model(images)[:size], targets[:size]  # what is behind `size` only fills up the batch
-        mean_loss.update(F.cross_entropy(logits, targets, reduction="none"))
-        metrics.update(logits, targets)
+        if size:
+            mean_loss.update(F.cross_entropy(logits, targets, reduction="none"))
+            metrics.update(logits, targets)
     model.train()
     return {"loss": mean_loss.compute(), **metrics.compute()}  # waits for the device
 
@@ -243,7 +244,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
                     is_early_stop = state["bad_epochs"] >= (config.early_stopping_patience or math.inf)
                     if is_best:
                         state["best"], state["best_step"] = value, step
-                    bar.write(utils.format_row([epoch + 1, step, *(row[name] for name in columns[2:])]))
+                    if fabric.is_global_zero:
+                        bar.write(utils.format_row([epoch + 1, step, *(row[name] for name in columns[2:])]))
                 fabric.log_dict(row, step)
                 state["loss_sum"].zero_()
                 state["logged_step"] = step
