@@ -121,12 +121,17 @@ FIXED_ON_RESUME = ("seed", "dataset", "effective_batch_size", "micro_batch_size"
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")
 
 
+def is_rank_zero() -> bool:
+    """Whether this is rank 0, as far as the environment tells before Fabric is there."""
+    return not int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)
+
+
 def fail(message: str, code: int = 2) -> NoReturn:
     """Ends the program with one line on stderr, from rank 0 alone. Exit code 2 says: bad input, nothing was made.
 
     The other ranks leave with 0: a launcher that sees them fail first would kill rank 0 and lose its exit code.
     """
-    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0):
+    if not is_rank_zero():
         sys.exit(0)
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -275,9 +280,13 @@ def parse_train() -> tuple[TrainConfig, Path | None]:
             fail(f"--resume {config.resume}: {run_dir} has no checkpoint to go on from")
     if run_dir:
         before, config = read_config(run_dir), parse(TrainConfig, file_args(run_dir / "config.yaml", "--resume") + args)
-        for name in FIXED_ON_RESUME:
-            if (old := getattr(before, name)) != (new := getattr(config, name)):
+        for name, old in vars(before).items():
+            if name in ("resume", "config_path") or (new := getattr(config, name)) == old:
+                continue
+            if name in FIXED_ON_RESUME:
                 fail(f"--{name} {new}: {run_dir.name} was trained with {old}, which a resume cannot change")
+            if is_rank_zero():
+                print(f"--{name} {new} instead of {old}")
     if found := problems(config):
         fail("; ".join(found))
     return config, run_dir

@@ -59,7 +59,7 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     model.load_state_dict(weights.get("model", weights))
     model = fabric.setup(model)
 
-    metrics = MetricCollection({"rows": Predictions(sampler)}).to(fabric.device)
+    metrics = MetricCollection({"rows": Predictions(sampler)}, prefix="").to(fabric.device)
     results = validate(fabric, model, loader, metrics)
     if not fabric.is_global_zero:
         return 0
@@ -73,7 +73,7 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
         "checkpoint": str(path),
         "split": config.split,
         "num_samples": len(rows),
-        "loss": results["loss"].item(),
+        "loss": results["loss"],
         "accuracy": confusion.diagonal().sum().item() / len(rows),
         "accuracy_per_class": per_class,
     }

@@ -33,93 +33,84 @@ from model import Model
 
 
 def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
-    """The model for samples of this dataset; 10 classes where the dataset has no `num_classes`."""
+    """The model for the samples of a dataset; for 10 classes where the dataset has no `num_classes`."""
     sample = dataset[0]
     image, *_ = sample.values() if isinstance(sample, dict) else sample
     return Model(image.shape, getattr(dataset, "num_classes", 10), config.width, config.dropout)
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int, steps_per_epoch: int) -> float:
-    """Learning rate of a step, counted from 0. A function of the step alone, so there is nothing to save or restore."""
+    """Learning rate of a step, counted from 0. A function of the step alone: nothing to save or restore."""
     warmup_steps, total_steps = config.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     if config.lr_schedule == "cosine":  # Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts
         return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (total_steps - warmup_steps)))
-    return peak * (
-        config.gamma ** ((step - warmup_steps) / steps_per_epoch) if config.lr_schedule == "exponential" else 1
-    )
+    if config.lr_schedule == "exponential":
+        return peak * config.gamma ** ((step - warmup_steps) / steps_per_epoch)
+    return peak
 
 
 @torch.no_grad()
-def validate(
-    fabric: Fabric, model: nn.Module, loader: DataLoader, metrics: MetricCollection, max_batches: int | None = None
-) -> dict:
-    """Returns the mean loss and the metrics over all samples of all ranks, each sample counted once."""
+def validate(fabric: Fabric, model: nn.Module, loader: DataLoader, metrics: MetricCollection, batches=None) -> dict:
+    """Returns the mean loss and the metrics over the samples of all ranks, each sample counted once.
+
+    `batches` limits the batches per rank. Values are floats, or tensors where a metric has several elements.
+    """
     model.eval()
     metrics.reset()
     mean_loss = MeanMetric().to(fabric.device)
-    for size, (images, targets) in zip(loader.sampler.sizes[:max_batches], loader, strict=False):
+    for size, (images, targets) in zip(loader.sampler.sizes[:batches], loader, strict=False):
         logits, targets = model(images)[:size], targets[:size]  # what is behind `size` only fills up the batch
         if size:
             mean_loss.update(F.cross_entropy(logits, targets, reduction="none"))
             metrics.update(logits, targets)
     model.train()
-    return {"loss": mean_loss.compute(), **metrics.compute()}  # waits for the device
+    results = {f"{metrics.prefix}loss": mean_loss.compute(), **metrics.compute()}
+    return {name: value if value.ndim else value.item() for name, value in results.items()}  # waits for the device
 
 
 def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], resume_dir: Path | None) -> int:
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
-
-    # ---- batch arithmetic: what the user typed stays in config, what follows from it are local names
-    effective_batch_size = config.effective_batch_size
-    micro_batch_size, grad_accum_steps = utils.split_batch(effective_batch_size, config.micro_batch_size, world_size)
     train_set, val_set = datasets["train"], datasets["val"]
-    steps_per_epoch = utils.limit(len(train_set) // effective_batch_size, config.limit_train_batches)
+
+    # ---- what follows from the config
+    batch_size = config.effective_batch_size
+    micro_batch_size, grad_accum_steps = utils.split_batch(batch_size, config.micro_batch_size, world_size)
+    steps_per_epoch = utils.limit(len(train_set) // batch_size, config.limit_train_batches)
     total_steps = config.epochs * steps_per_epoch
-    val_samples = min(
-        len(val_set), micro_batch_size * utils.limit(-(-len(val_set) // micro_batch_size), config.limit_val_batches)
-    )
+    val_batches = utils.limit(-(-len(val_set) // micro_batch_size), config.limit_val_batches)
+    val_samples = min(val_batches * micro_batch_size, len(val_set))
     log_every = config.log_interval or steps_per_epoch / config.log_per_epoch
     checkpoint_every = config.checkpoint_frequency * steps_per_epoch
-    lr = peak_lr = utils.scale_lr(config.base_lr, effective_batch_size, config.base_batch_size, config.lr_scaling_rule)
-    lower_is_better = (config.monitor_mode or ("min" if "loss" in config.monitor else "max")) == "min"
+    peak_lr = utils.scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
+    sign = -1 if (config.monitor_mode or ("min" if "loss" in config.monitor else "max")) == "min" else 1
+    patience = config.early_stopping_patience or math.inf
 
-    # ---- data: the samplers know the devices, so Fabric must not put one of its own in their place
-    train_sampler = TrainSampler(
-        len(train_set), steps_per_epoch, effective_batch_size, micro_batch_size, rank, world_size, config.seed
-    )
+    # ---- data
+    seed, workers, pin_memory = config.seed, config.num_workers, device.type == "cuda"
+    train_sampler = TrainSampler(len(train_set), steps_per_epoch, batch_size, micro_batch_size, rank, world_size, seed)
     val_sampler = EvalSampler(val_samples, micro_batch_size, rank, world_size)
-    train_loader, val_loader = (
-        fabric.setup_dataloaders(
-            build_loader(dataset, sampler, config.seed, config.num_workers, pin_memory=device.type == "cuda"),
-            use_distributed_sampler=False,
-            move_to_device=device.type != "cpu",
-        )
-        for dataset, sampler in ((train_set, train_sampler), (val_set, val_sampler))
+    train_loader, val_loader = fabric.setup_dataloaders(
+        build_loader(train_set, train_sampler, seed, workers, pin_memory),
+        build_loader(val_set, val_sampler, seed, workers, pin_memory),
+        use_distributed_sampler=False,  # the samplers know the devices
+        move_to_device=device.type != "cpu",
     )
 
-    # ---- model and optimizer
-    fabric.seed_everything(config.seed, verbose=False)
+    # ---- model, optimizer, metrics
+    fabric.seed_everything(seed, verbose=False)
     with fabric.init_module():
         net = build_model(config, train_set)
     if config.summary and fabric.is_global_zero:
         utils.print_summary(net, next(iter(val_loader))[0][:1])
-    optimizer = torch.optim.AdamW(
-        net.parameters(),
-        lr=peak_lr,
-        weight_decay=config.weight_decay,
-        fused=device.type in ("cpu", "cuda")
-        and config.precision != "16-mixed",  # a fused step cannot be clipped in 16-mixed
-    )
+    fused = device.type in ("cpu", "cuda") and config.precision not in ("16-mixed", "16")  # it could not be clipped
+    optimizer = torch.optim.AdamW(net.parameters(), lr=peak_lr, weight_decay=config.weight_decay, fused=fused)
     model, optimizer = fabric.setup(torch.compile(net) if config.compile else net, optimizer)
-    num_classes = getattr(train_set, "num_classes", 10)
-    metrics = MetricCollection({"accuracy": MulticlassAccuracy(num_classes, average="micro", validate_args=False)}).to(
-        device
-    )
-    monitored = ["train/loss", "val/loss", *(f"val/{name}" for name in metrics)]
-    if config.monitor not in monitored:
+    accuracy = MulticlassAccuracy(getattr(train_set, "num_classes", 10), average="micro", validate_args=False)
+    metrics = MetricCollection({"accuracy": accuracy}, prefix="val/").to(device)
+    if config.monitor not in (monitored := ["train/loss", "val/loss", *metrics.keys()]):
         fail(f"--monitor {config.monitor}: choose from {', '.join(monitored)}")
 
     # ---- state: what is in it is restored by a resume, what is not is not
@@ -127,21 +118,21 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         "model": model,
         "optimizer": optimizer,
         "precision": fabric.strategy.precision,  # holds the gradient scaler of 16-mixed
-        "epoch": 0,  # of the last step
-        "step": 0,  # optimizer steps done
-        "best": None,  # best value of `monitor` ...
+        "epoch": 0,  # epochs begun and steps done
+        "step": 0,
+        "best": None,  # best value of `monitor`, its step, and the epochs since
         "best_step": 0,
-        "bad_epochs": 0,  # ... and the epochs since, for early stopping
-        "logged_step": 0,
+        "bad_epochs": 0,
+        "logged_step": 0,  # the last logged step, and the sum of the losses since
         "loss_sum": torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device),
     }
-    # ---- run directory, or the checkpoint to go on from
+
+    # ---- run directory, new or with a checkpoint to go on from
     run_dir = resume_dir
     if resume_dir:
-        checkpoint = utils.load_checkpoint(fabric, resume_dir, state)
-        state["loss_sum"] = state["loss_sum"].to(device) * (rank == 0)  # the checkpoint has the sum over all ranks
-        fabric.print(f"resumed from {checkpoint}")
-        if state["step"] >= total_steps or state["bad_epochs"] >= (config.early_stopping_patience or math.inf):
+        fabric.print(f"resumed from {utils.load_checkpoint(fabric, resume_dir, state)}")
+        state["loss_sum"] = state["loss_sum"].to(device) * (rank == 0)  # it was saved as the sum over all ranks
+        if state["step"] >= total_steps or state["bad_epochs"] >= patience:
             fabric.print(f"nothing to do: {run_dir} is finished, after {state['step']} steps")
             return 0
     elif not config.fast_run:
@@ -150,26 +141,22 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         utils.start_run_dir(fabric, config, run_dir)
         fabric.loggers.extend(utils.build_loggers(config, run_dir, state["step"]))
     fabric.print(
-        f"effective_batch_size {effective_batch_size} = {world_size} process(es) x {micro_batch_size} micro_batch_size "
-        f"x {grad_accum_steps} grad_accum_steps\n"
-        f"lr {peak_lr:g} = base_lr {config.base_lr:g} x {effective_batch_size} / {config.base_batch_size} "
-        f"({config.lr_scaling_rule})\n"
-        f"{total_steps} steps = {config.epochs} epochs x {steps_per_epoch} steps, "
-        f"{len(train_set)} train and {val_samples} val samples\n"
-        f"run directory {run_dir}"
+        f"effective_batch_size {batch_size} = "
+        f"{world_size} process(es) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps\n"
+        f"lr {peak_lr:g} = base_lr {config.base_lr:g}, scaled {config.base_batch_size} -> {batch_size} samples by rule "
+        f"{config.lr_scaling_rule}\n{total_steps} steps = {config.epochs} epochs x {steps_per_epoch} steps; "
+        f"{len(train_set)} train and {val_samples} val samples\nrun directory {run_dir}"
     )
-    if state["step"] == 0 and config.num_sanity_val_steps:
-        validate(
-            fabric, model, val_loader, metrics, config.num_sanity_val_steps
-        )  # a mistake shows now, not after an epoch
+    if state["step"] == 0 and config.num_sanity_val_steps:  # a mistake there shows now, not after an epoch
+        validate(fabric, model, val_loader, metrics, config.num_sanity_val_steps)
 
     # ---- the loop
-    columns = ["epoch", "step", "train/loss", "val/loss", "val/accuracy", "lr", "samples_per_second", "data_wait"]
-    fabric.print(utils.format_row(columns))
+    columns = ["train/loss", "val/loss", *metrics.keys(), "lr", "samples_per_second", "data_wait"]
+    fabric.print(utils.format_row(["epoch", "step", *columns]))
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if fabric.is_global_zero else True)
     profiler = utils.build_profiler(run_dir) if config.profile and fabric.is_global_zero else None
     stop, first_step, train_seconds = utils.Stopper(fabric), state["step"], 0.0
-    window_seconds, data_wait, started = 0.0, 0.0, time.perf_counter()  # of the log window, validation left out
+    data_wait, window_seconds, started = 0.0, 0.0, time.perf_counter()  # of the log window, without validation
     model.train()
     for epoch in range(state["step"] // steps_per_epoch, config.epochs):
         train_sampler.epoch, train_sampler.first_step = epoch, state["step"] % steps_per_epoch
@@ -184,75 +171,67 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
                 images, targets = next(batches)
                 data_wait += time.perf_counter() - wait_started
                 # Seeded by the number of the micro-batch in the whole run: the same dropout on any number of devices,
-                # and no generator state to save.
+                # and no generator's state to save.
                 micro_batch = ((step - 1) * grad_accum_steps + micro_step) * world_size + rank
-                utils.seed_generators(device, stable_seed("step", config.seed, micro_batch))
-                # The ranks exchange gradients once per step, with the last micro-batch.
+                utils.seed_generators(device, stable_seed("step", seed, micro_batch))
+                # The ranks exchange gradients once per step, during the last backward.
                 with fabric.no_backward_sync(model, enabled=micro_step < grad_accum_steps - 1):
                     loss = F.cross_entropy(model(images), targets) / grad_accum_steps
                     fabric.backward(loss)
-                state["loss_sum"] += loss.detach()
+                state["loss_sum"] += loss.detach()  # stays on the device
 
             is_epoch_end = step % steps_per_epoch == 0
             is_log_step = is_epoch_end or utils.is_due(step, log_every)
-            if config.max_grad_norm or is_log_step:  # infinities are the scaler's normal start in 16-mixed
-                grad_norm = fabric.clip_gradients(
-                    model, optimizer, max_norm=config.max_grad_norm or math.inf, error_if_nonfinite=False
-                )
+            if config.max_grad_norm or is_log_step:  # infinite ones are the scaler's normal start in 16-mixed
+                max_norm = config.max_grad_norm or math.inf
+                grad_norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
             optimizer.step()
             optimizer.zero_grad()
-            state["step"], state["epoch"] = step, epoch
+            state["epoch"], state["step"] = epoch + 1, step
             bar.update()
             if profiler:
                 profiler.step()
 
-            # ---- log, validate, save
+            # ---- now and then: log, validate, save
             is_stopping = stop()
             is_save_step = is_stopping or step == total_steps or utils.is_due(step, checkpoint_every)
             if not (is_log_step or is_save_step):
                 continue
             loss_sum = fabric.all_reduce(state["loss_sum"], reduce_op="sum").item()  # waits for the device
             if not math.isfinite(loss_sum):
-                fail(f"the loss is {loss_sum} in the steps {state['logged_step'] + 1} to {step}. The checkpoints of "
-                     f"{run_dir} are from before. Try a lower --base_lr, or --max_grad_norm 1", code=1)  # fmt: skip
+                where = f"in a step from {state['logged_step'] + 1} to {step}"
+                fail(f"the loss is {loss_sum} {where}; the checkpoints in {run_dir} are from before and good", code=1)
             state["loss_sum"].fill_(loss_sum if rank == 0 else 0)
             window_seconds += time.perf_counter() - started
             is_best = is_early_stop = False
             if is_log_step:
+                steps_here = step - max(state["logged_step"], first_step)
                 row = {
                     "epoch": step / steps_per_epoch,
                     "train/loss": loss_sum / world_size / (step - state["logged_step"]),
                     "train/grad_norm": grad_norm.item(),
                     "lr": lr,
-                    "samples_per_second": effective_batch_size
-                    * (step - max(state["logged_step"], first_step))
-                    / window_seconds,
+                    "samples_per_second": batch_size * steps_here / window_seconds,
                     "data_wait": data_wait / window_seconds,
                 }
                 if device.type == "cuda":
                     row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
                 if is_epoch_end:
-                    row |= {
-                        f"val/{name}": value.item()
-                        for name, value in validate(fabric, model, val_loader, metrics).items()
-                    }
-                    value = row[config.monitor]
-                    is_best = state["best"] is None or (
-                        value < state["best"] if lower_is_better else value > state["best"]
-                    )
-                    state["bad_epochs"] = 0 if is_best else state["bad_epochs"] + 1
-                    is_early_stop = state["bad_epochs"] >= (config.early_stopping_patience or math.inf)
+                    row |= validate(fabric, model, val_loader, metrics)
+                    is_best = state["best"] is None or sign * row[config.monitor] > sign * state["best"]
                     if is_best:
-                        state["best"], state["best_step"] = value, step
+                        state["best"], state["best_step"] = row[config.monitor], step
+                    state["bad_epochs"] = 0 if is_best else state["bad_epochs"] + 1
+                    is_early_stop = state["bad_epochs"] >= patience
                     if fabric.is_global_zero:
-                        bar.write(utils.format_row([epoch + 1, step, *(row[name] for name in columns[2:])]))
+                        bar.write(utils.format_row([epoch + 1, step, *(row[name] for name in columns)]))
                 fabric.log_dict(row, step)
                 state["loss_sum"].zero_()
                 state["logged_step"] = step
                 train_seconds, window_seconds, data_wait = train_seconds + window_seconds, 0.0, 0.0
-            is_regular = is_save_step or is_early_stop
-            if run_dir and (is_regular or is_best):
-                utils.save_checkpoint(fabric, run_dir, state, is_regular, is_best, config.num_checkpoint_keep)
+            if run_dir and (is_save_step or is_early_stop or is_best):
+                regular = is_save_step or is_early_stop
+                utils.save_checkpoint(fabric, run_dir, state, regular, is_best, config.num_checkpoint_keep)
             started = time.perf_counter()
             if is_stopping or is_early_stop:
                 break
@@ -261,28 +240,21 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     bar.close()
 
     # ---- the end
-    is_preempted = is_stopping and not is_early_stop and state["step"] < total_steps
-    if run_dir and not is_preempted:
+    is_finished = is_early_stop or step == total_steps
+    if run_dir and is_finished:
         utils.save_weights(fabric, run_dir, net)
     for logger in fabric.loggers:
         logger.finalize("success")
-    if is_preempted:
-        fabric.print(
-            f"stopped by a signal after step {state['step']}, saved; to go on: python train.py --resume {run_dir}"
-        )
-        return utils.PREEMPTED
-    samples = (state["step"] - first_step) * effective_batch_size
-    fabric.print(
-        f"{'stopped early' if is_early_stop else 'finished'} after {state['step']} steps\n"
-        f"best {config.monitor} {state['best']:.5g} at step {state['best_step']}\n"
-        f"{train_seconds:.1f} s of training, {samples / train_seconds:.0f} samples per second\n"
-        + (
-            f"weights {run_dir / 'model.pt'}\nto test: python test.py --out_dir {run_dir}"
-            if run_dir
-            else "fast run: nothing written"
-        )
-    )
-    return 0
+    fabric.print(f"{'finished' if is_finished else 'stopped by a signal'} after {step} of {total_steps} steps")
+    if state["best"] is not None:
+        fabric.print(f"best {config.monitor} {state['best']:.5g} at step {state['best_step']}")
+    if train_seconds:
+        speed = (state["logged_step"] - first_step) * batch_size / train_seconds
+        fabric.print(f"{train_seconds:.1f} s of training, {speed:.0f} samples per second")
+    if run_dir:
+        fabric.print(f"run directory {run_dir}")
+        fabric.print(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run_dir}")
+    return 0 if is_finished else utils.PREEMPTED
 
 
 def main(config: TrainConfig, resume_dir: Path | None) -> int:
