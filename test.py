@@ -77,7 +77,8 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
         "accuracy": confusion.diagonal().sum().item() / len(rows),
         "accuracy_per_class": per_class,
     }
-    utils.write_atomically(run_dir / "test_results.json", json.dumps(report, indent=2) + "\n")
+    with utils.atomically(run_dir / "test_results.json") as file:
+        json.dump(report, file, indent=2)
     print(f"{path} on {report['num_samples']} {config.split} samples\n")
     print(utils.format_row(["class", "samples", "accuracy"]))
     for i, accuracy in enumerate(per_class):

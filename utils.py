@@ -4,6 +4,7 @@ the batch or a metric."""
 import copy
 import csv
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -12,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from lightning.fabric.accelerators import find_usable_cuda_devices
 from lightning.fabric.loggers import Logger, TensorBoardLogger
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from config import checkpoints_of, fail, to_yaml
+from config import DEVICE_OPTIONS, checkpoints_of, fail, to_yaml
 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
 
@@ -33,30 +36,19 @@ PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TE
 
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of the config. What the machine cannot do ends with one line."""
-    devices, precision = config.devices, config.precision
-    options = ("accelerator", "devices", "num_nodes", "strategy", "precision")
-    asked = " ".join(f"--{name} {getattr(config, name)}" for name in options)
+    devices, asked = config.devices, " ".join(f"--{name} {getattr(config, name)}" for name in DEVICE_OPTIONS)
     try:
         if devices.startswith("idle:"):
-            # The children that Fabric launches run this too and must not search again.
-            found = os.environ.setdefault(
-                "IDLE_DEVICES", ",".join(map(str, find_usable_cuda_devices(int(devices[5:]))))
-            )
-            devices = found + ","  # "3," is device 3, "3" would be three devices
-        fabric = Fabric(
-            accelerator=config.accelerator,
-            devices=devices,
-            num_nodes=config.num_nodes,
-            strategy=config.strategy,
-            precision=precision,
-            plugins=[AtomicCheckpointIO()],
-        )
-    except Exception as error:  # Fabric raises ValueError, RuntimeError, MisconfigurationException, ImportError, ...
+            if "IDLE_DEVICES" not in os.environ:  # the processes that Fabric launches must not search again
+                os.environ["IDLE_DEVICES"] = ",".join(map(str, find_usable_cuda_devices(int(devices[5:]))))
+            devices = os.environ["IDLE_DEVICES"] + ","  # "3," is device 3, "3" would be three devices
+        options = {name: getattr(config, name) for name in DEVICE_OPTIONS} | {"devices": devices}
+        fabric = Fabric(**options, plugins=[AtomicCheckpointIO()])
+    except Exception as error:  # ValueError, RuntimeError, ImportError, MisconfigurationException, ...
         fail(f"{asked}: {error}")
-    if fabric.device.type == "cpu" and precision in ("16-mixed", "16-true", "16"):
-        fail(f"--precision {precision}: float16 needs a GPU; on the CPU use bf16-mixed or bf16-true")
-    if fabric.device.type == "mps" and precision in ("64-true", "64"):
-        fail(f"--precision {precision}: the MPS device has no float64; use 32-true")
+    lacking = {"cpu": ("16-mixed", "16-true", "16"), "mps": ("64-true", "64")}.get(fabric.device.type, ())
+    if config.precision in lacking:
+        fail(f"--precision {config.precision}: the {fabric.device.type} device lacks it; try bf16-mixed or 32-true")
     if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
         fail(f"{asked}: means {fabric.world_size} processes, but the launcher has started {started}")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -77,18 +69,19 @@ def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_s
 
     Returns micro_batch_size and grad_accum_steps. Raises ValueError, naming the nearest values that divide.
     """
-    micro = micro_batch_size or max(effective_batch_size // world_size, 1)
-    unit = world_size * micro if micro_batch_size else world_size
+    unit = world_size * (micro_batch_size or 1)
     if effective_batch_size % unit == 0:
-        return micro, effective_batch_size // (world_size * micro)
+        micro_batch_size = micro_batch_size or effective_batch_size // world_size
+        return micro_batch_size, effective_batch_size // world_size // micro_batch_size
     below = effective_batch_size // unit * unit
-    message = f"--effective_batch_size {effective_batch_size}: is no multiple of {world_size} process(es)"
-    message += f" x --micro_batch_size {micro}" if micro_batch_size else ""
-    message += f"; the nearest that are: {', '.join(str(n) for n in (below, below + unit) if n)}"
+    factors = f"{world_size} process(es)" + (f" x --micro_batch_size {micro_batch_size}" if micro_batch_size else "")
+    nearest = " or ".join(str(size) for size in (below, below + unit) if size)
+    message = f"--effective_batch_size {effective_batch_size}: is no multiple of {factors}; the nearest: {nearest}"
     share, remainder = divmod(effective_batch_size, world_size)
     if micro_batch_size and not remainder:
-        nearest = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - micro))[:2]
-        message += f"; or --micro_batch_size {' or '.join(map(str, nearest))}"
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        nearest = sorted(divisors, key=lambda size: abs(size - micro_batch_size))[:2]
+        message += f"; or --micro_batch_size {' or '.join(map(str, sorted(nearest)))}"
     raise ValueError(message)
 
 
@@ -123,14 +116,26 @@ def limit(total: int, limit_batches: int | float | None) -> int:
 # ---- run directory
 
 
+@contextmanager
+def atomically(path: Path, mode: str = "w"):
+    """Opens a file beside `path`; flushes it to disk and renames it at the end: a name always means a whole file."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        with open(beside, mode, newline=None if "b" in mode else "") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def check_writable(root_dir: str, out_dir: str) -> None:
     """Ends with one line where no run directory can be made."""
     folder = (Path(root_dir) / out_dir).absolute().parent
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        probe = existing / f".write-test-{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         fail(f"--root_dir {root_dir} --out_dir {out_dir}: cannot write to {existing}: {error.strerror}")
 
@@ -138,23 +143,14 @@ def check_writable(root_dir: str, out_dir: str) -> None:
 def make_run_dir(fabric: Fabric, config) -> Path:
     """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir; named once, by rank 0, after the launch. -1, -2, ... where taken."""
     base = Path(config.root_dir) / config.out_dir
-    run_dir, taken = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}"), 0
-    name = run_dir.name
-    while fabric.is_global_zero:
+    first = run_dir = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
+    for attempt in itertools.count(1) if fabric.is_global_zero else ():
         try:
             run_dir.mkdir(parents=True)
             break
         except FileExistsError:
-            taken += 1
-            run_dir = run_dir.with_name(f"{name}-{taken}")
+            run_dir = first.with_name(f"{first.name}-{attempt}")
     return fabric.broadcast(run_dir)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes beside the final name, then renames, so that the name always means a whole file."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
-    os.replace(beside, path)
 
 
 def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
@@ -167,8 +163,8 @@ def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
             return ""
 
     start = run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
-    start.parent.mkdir(exist_ok=True)
-    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    for folder in (start.parent, run_dir / "checkpoints"):
+        folder.mkdir(exist_ok=True)
     facts = {
         "command": [sys.executable, *sys.argv],
         "git_commit": git("rev-parse", "HEAD").strip(),
@@ -177,13 +173,12 @@ def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
         "platform": platform.platform(),
         "devices": f"{fabric.world_size} x {fabric.device.type}",
         "python": platform.python_version(),
-        "packages": dict(sorted(packages.items())),
+        "packages": dict(sorted((dist.metadata["Name"], dist.version) for dist in importlib.metadata.distributions())),
     }
-    write_atomically(start.with_suffix(".json"), json.dumps(facts, indent=2) + "\n")
-    if diff := git("diff", "HEAD"):
-        write_atomically(start.with_suffix(".diff"), diff)
-    write_atomically(run_dir / "config.yaml", to_yaml(config))
-    (run_dir / "checkpoints").mkdir(exist_ok=True)
+    texts = {start.with_suffix(".json"): json.dumps(facts, indent=2) + "\n", run_dir / "config.yaml": to_yaml(config)}
+    for path, text in (texts | {start.with_suffix(".diff"): git("diff", "HEAD")}).items():
+        with atomically(path) as file:
+            file.write(text)
     (run_dir / "model.pt").unlink(missing_ok=True)  # of a finished run that now goes on: it marks the end
 
 
@@ -197,19 +192,17 @@ class CSVLogger(Logger):
 
     def __init__(self, folder: Path, step: int):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.path, self.columns = folder, folder / "metrics.csv", ["step"]
+        self.path, self.columns = folder / "metrics.csv", ["step"]
         text = self.path.read_text() if self.path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may have cut the last line
         self.write_all([row for row in csv.DictReader(lines) if int(row["step"]) <= step])
 
     def write_all(self, rows: list[dict]) -> None:
         self.columns = list(dict.fromkeys([*self.columns, *(key for row in rows for key in row)]))
-        beside = self.path.with_suffix(".tmp")
-        with open(beside, "w", newline="") as file:
+        with atomically(self.path) as file:
             writer = csv.DictWriter(file, self.columns, restval="")
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(beside, self.path)
 
     def log_metrics(self, metrics: dict, step: int) -> None:
         row = {"step": step, **metrics}
@@ -220,7 +213,8 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self.columns, restval="").writerow(row)
 
     def log_hyperparams(self, params: dict) -> None:
-        write_atomically(self.folder / "hparams.json", json.dumps(params, indent=2) + "\n")
+        with atomically(self.path.with_name("hparams.json")) as file:
+            json.dump(params, file, indent=2)
 
 
 class WandbLogger(Logger):
@@ -275,28 +269,21 @@ def build_loggers(config, run_dir: Path, step: int) -> list[Logger]:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the final name, flushes to disk, renames: a name always means a whole file. (Fabric's own goes
-    through $TMPDIR and, from another file system, copies to the final name.)"""
+    """Writes checkpoints whole or not at all. (Fabric's own goes through $TMPDIR, and from there may copy.)"""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        path = Path(path)
-        beside = path.with_name(path.name + ".tmp")
-        try:
-            with open(beside, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with atomically(Path(path), "wb") as file:
+            torch.save(checkpoint, file)
 
 
 def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular: bool, best: bool, keep: int | None) -> None:
     """Writes step-XXXXXXXX.ckpt where `regular`, and best.ckpt where `best`: as a link to it, so that it costs no
     second serialization. Then deletes all but the newest `keep` step files. Called on all ranks."""
+    if not all(parameter.isfinite().all() for parameter in state["model"].parameters()):
+        fail(f"the weights are not finite after step {state['step']}; the checkpoints in {run_dir} are good", code=1)
     folder = run_dir / "checkpoints"
-    path = folder / (f"step-{state['step']:08d}.ckpt" if regular else "best.ckpt")
-    fabric.save(path, state)
+    path, best_path = folder / f"step-{state['step']:08d}.ckpt", folder / "best.ckpt"
+    fabric.save(path if regular else best_path, state)
     if fabric.is_global_zero and regular:
         if best:
             beside = folder / "best.ckpt.tmp"
@@ -305,7 +292,7 @@ def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular: bool, b
                 os.link(path, beside)
             except OSError:  # a file system without links
                 shutil.copyfile(path, beside)
-            os.replace(beside, folder / "best.ckpt")
+            os.replace(beside, best_path)
         for old in sorted(folder.glob("step-*.ckpt"))[: -keep if keep else 0]:
             old.unlink()
 
@@ -313,13 +300,11 @@ def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular: bool, b
 def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
     """Restores `state` in place from the newest whole checkpoint; a damaged one is named and skipped."""
     chosen = None
-    for path in checkpoints_of(run_dir) if fabric.is_global_zero else []:
-        if is_whole(path):
-            chosen = path
+    for path in checkpoints_of(run_dir) if fabric.is_global_zero else ():
+        if chosen := path if is_whole(path) else None:
             break
         print(f"skipped {path}: it is damaged", file=sys.stderr)
-    chosen = fabric.broadcast(chosen)
-    if chosen is None:
+    if (chosen := fabric.broadcast(chosen)) is None:
         fail(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed", code=1)
     fabric.load(chosen, state)
     return chosen
