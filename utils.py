@@ -163,7 +163,7 @@ def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
             return ""
 
     start = run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
-    for folder in (start.parent, run_dir / "checkpoints"):
+    for folder in (start.parent, run_dir / "checkpoints", run_dir / "logs"):
         folder.mkdir(exist_ok=True)
     facts = {
         "command": [sys.executable, *sys.argv],
@@ -225,9 +225,10 @@ class WandbLogger(Logger):
     def __init__(self, run_dir: Path, config):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         options = dict(project=config.project, name=run_dir.name, id=run_dir.name, resume="allow", notes=config.comment)
         try:
+            # Without a key it would ask for one on the terminal: go offline instead.
+            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
             self.run = wandb.init(dir=run_dir / "logs", mode=mode, **options)
         except wandb.Error as error:
             print(f"wandb goes offline: {error}")
