@@ -86,28 +86,20 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     print(utils.format_row(["all", report["num_samples"], report["accuracy"]]), f"\n\nloss {report['loss']:.5g}")
     print(f"results {run_dir / 'test_results.json'}")
     if config.predictions:
+        from matplotlib import pyplot as plt
+        from sklearn.metrics import ConfusionMatrixDisplay
+
         with open(run_dir / "predictions.csv", "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["sample", "target", "prediction", "confidence"])
             writer.writerows(
                 zip(range(len(rows)), targets.tolist(), predictions.tolist(), rows[:, 2].tolist(), strict=True)
             )
-        draw_confusion(confusion, run_dir / "confusion_matrix.png")
+        figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
+        ConfusionMatrixDisplay(confusion.numpy()).plot(ax=axes, cmap="Blues")
+        figure.savefig(run_dir / "confusion_matrix.png", dpi=100)
         print(f"predictions {run_dir / 'predictions.csv'}, {run_dir / 'confusion_matrix.png'}")
     return 0
-
-
-def draw_confusion(confusion: Tensor, path: Path) -> None:
-    """Draws the confusion matrix (targets down, predictions across), with the number of samples in each field."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 6), layout="constrained")
-    axes = figure.add_subplot(xlabel="prediction", ylabel="target")
-    axes.imshow(confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1), cmap="Blues", vmin=0, vmax=1)
-    for (row, column), count in ((index, confusion[index]) for index in map(tuple, confusion.nonzero().tolist())):
-        axes.text(column, row, count.item(), ha="center", va="center", color="white" if row == column else "black")
-    axes.set(xticks=range(len(confusion)), yticks=range(len(confusion)))
-    figure.savefig(path, dpi=100)
 
 
 def main(config: TestConfig, run_dir: Path) -> int:
