@@ -30,7 +30,8 @@ class TrainConfig:
     """Train a model; every option has a default."""
 
     # ---- run
-    out_dir: str = "train_out"  # Name of the run directory; the time of the start is put before it
+    out_dir: str = "train_out"
+    """Name of the run directory; the time of the start is put before it"""
     root_dir: str = "."  # Directory that holds the run directories; made if missing
     comment: str | None = None  # A note kept with the run: in its config.yaml and in wandb
     project: str = "fabric-template"  # Project that the run is filed under in wandb
@@ -47,7 +48,8 @@ class TrainConfig:
     dropout: float = 0.25  # Probability of dropping a feature before the last layer
 
     # ---- devices
-    accelerator: Accelerator = "auto"  # Kind of device
+    accelerator: Accelerator = "auto"
+    """Kind of device"""
     devices: str = "auto"  # How many (`2`), which (`0,2`), or `idle:2` for two GPUs that nobody uses
     num_nodes: int = 1  # Machines that take part
     strategy: str = "auto"  # How several devices work together: ddp, dp, fsdp, or any other name that Fabric knows
@@ -55,11 +57,13 @@ class TrainConfig:
     compile: bool = False  # Compile the model with torch.compile
 
     # ---- batch
-    effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
+    effective_batch_size: int = 64
+    """Samples per optimizer step, over all devices and micro-batches"""
     micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
 
     # ---- optimization
-    epochs: int = 20  # Passes over the training set
+    epochs: int = 20
+    """Passes over the training set"""
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
     lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"
@@ -79,7 +83,8 @@ class TrainConfig:
     log_interval: int | None = None  # Log every so many steps, and at each epoch's end, instead of log_per_epoch times
 
     # ---- checkpoints
-    checkpoint_frequency: float = 1.0  # Epochs between checkpoints; 0.25 writes four per epoch
+    checkpoint_frequency: float = 1.0
+    """Epochs between checkpoints; 0.25 writes four per epoch"""
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
     monitor: str = "val/accuracy"  # The logged value that decides which checkpoint is best
     monitor_mode: Literal["max", "min"] | None = None
@@ -205,15 +210,16 @@ def file_args(path: Path, option: str) -> list[str]:
         fail(f"{option}: cannot read {path}: {error}")
     if not isinstance(content, dict):
         fail(f"{option} {path}: expected lines of `option: value`")
-    types, args = {f.name: f.type for f in fields(TrainConfig)}, []
+    types, args = {f.name: f.type for f in fields(TrainConfig) if f.name != "config_path"}, []
     for name, value in content.items():
         if name not in types:
             close = difflib.get_close_matches(name, types, 1)
             fail(f"{option} {path}: unknown option {name!r}" + (f", did you mean {close[0]!r}?" if close else ""))
-        if value in ("null", "~", "None") or (value == "" and types[name] not in (str, str | None)):
+        if value in ("null", "~", "None") or (value == "" and types[name] is not str):
             value = "None"
-        if isinstance(value, dict) or not all(isinstance(item, str) for item in value):
-            fail(f"{option} {path}: {name}: a single value or a plain list expected, {value!r} given")
+        is_list = "tuple" in str(types[name])  # of plain values
+        if not isinstance(value, (str, list) if is_list else str) or not all(isinstance(item, str) for item in value):
+            fail(f"{option} {path}: {name}: {value!r} given, expected {'values' if is_list else 'one value'}")
         args += [f"--{name}", *value] if isinstance(value, list) else [f"--{name}={value}"]
     parse(TrainConfig, args, source=f"{option} {path}: ")
     return args
@@ -231,9 +237,15 @@ def launcher_args() -> list[str]:
 
 def runs_named(name: str, root_dir: str) -> list[Path]:
     """The runs whose directory is `name` behind a timestamp, the oldest first."""
-    base = Path(root_dir) / name
-    pattern = re.compile(r"\d{8}-\d{6}-" + re.escape(base.name) + r"(-\d+)?")
-    return sorted(p for p in base.parent.glob("*") if pattern.fullmatch(p.name) and (p / "config.yaml").is_file())
+    base, runs = Path(root_dir) / name, []
+    for file in base.parent.glob("*/config.yaml"):
+        match = re.fullmatch(r"\d{8}-\d{6}-(.*?)(-\d+)?", file.parent.name)
+        if match and match[2]:  # "x-1" is the second x of a second, or the first x-1: its config knows
+            own = re.search(rf"""^out_dir: ['"]?(.*/)?{re.escape(base.name)}['"]?$""", file.read_text(), re.MULTILINE)
+            runs += [file.parent] if own and match[1] in base.name else []
+        elif match and match[1] == base.name:
+            runs.append(file.parent)
+    return sorted(runs, key=lambda run: (run.name[:15], len(run.name), run.name))
 
 
 def find_run(option: str, name: str, root_dir: str) -> Path:

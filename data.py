@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 
 def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Dataset]:
@@ -24,7 +24,7 @@ def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Data
 
     Edit here. Any map-style Dataset will do: samples are a pair (input, target), or a dict with these two first. Its
     randomness may come from torch, NumPy or `random`: all are seeded by (seed, epoch, index) before each sample. A
-    dataset that serves whole batches, as ImageDataset below does, spares the time of a call and a copy per sample.
+    dataset with `__getitems__` and `set_epoch`, as ImageDataset below, serves whole batches: no call per sample.
 
     Args:
         name: "digits" or "mnist".
@@ -49,16 +49,18 @@ def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Data
         for images, targets in (first, second):
             if len(images) != len(targets):
                 raise ValueError(f"{folder}: {len(images)} images but {len(targets)} labels")
+        if first[0].shape[1:] != second[0].shape[1:]:
+            raise ValueError(f"{folder}: images of {[*first[0].shape[1:]]} and of {[*second[0].shape[1:]]} pixels")
         images = torch.cat([first[0], second[0]]).unsqueeze(1).float() / 255
         targets = torch.cat([first[1], second[1]]).long()
         order = np.random.default_rng(0).permutation(len(first[1]))
         val, train = np.split(order, [len(order) // 12])  # of MNIST's 60,000: 5,000 and 55,000
         test = np.arange(len(order), len(targets))
-    images = (images - images[train].mean()) / images[train].std()
+    images, num_classes = (images - images[train].mean()) / images[train].std(), int(targets.max()) + 1
     return {
-        "train": ImageDataset(images[train], targets[train], shift=1, seed=seed),
-        "val": ImageDataset(images[val], targets[val]),
-        "test": ImageDataset(images[test], targets[test]),
+        "train": ImageDataset(images[train], targets[train], shift=1, seed=seed, num_classes=num_classes),
+        "val": ImageDataset(images[val], targets[val], num_classes=num_classes),
+        "test": ImageDataset(images[test], targets[test], num_classes=num_classes),
     }
 
 
@@ -70,11 +72,11 @@ class ImageDataset(Dataset):
         targets: Class numbers, (samples,).
         shift: Largest shift in pixels, drawn per sample and epoch for each direction. Default 0.
         seed: Seed of the shifts. Default 0.
+        num_classes: Number of classes. Default 10.
     """
 
-    def __init__(self, images: Tensor, targets: Tensor, shift: int = 0, seed: int = 0):
-        self.targets, self.shift, self.seed = targets, shift, seed
-        self.num_classes = int(targets.max()) + 1
+    def __init__(self, images: Tensor, targets: Tensor, shift: int = 0, seed: int = 0, num_classes: int = 10):
+        self.targets, self.shift, self.seed, self.num_classes = targets, shift, seed, num_classes
         padded = F.pad(images, (shift,) * 4, value=images.min().item())
         # All shifts of an image are views of one padded image: (samples, dy, dx, channels, height, width).
         self.views = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1).permute(0, 2, 3, 1, 4, 5)
@@ -93,7 +95,7 @@ class ImageDataset(Dataset):
         return images[0], targets[0]
 
     def __getitems__(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        index = torch.from_numpy(indices)
+        index = torch.as_tensor(indices)
         dy, dx = self.offsets[:, index] if self.shift else (0, 0)
         return self.views[index, dy, dx], self.targets[index]
 
@@ -109,7 +111,7 @@ def read_idx(folder: Path, name: str, dims: int) -> Tensor:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    shape = np.frombuffer(content[4 : 4 + 4 * dims], dtype=">u4")
+    shape = np.frombuffer(content[4 : 4 + 4 * dims].ljust(4 * dims, b"\0"), dtype=">u4")
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) != 4 + 4 * dims + np.prod(shape, dtype=np.int64):
         raise ValueError(f"{path} is no whole IDX file of {dims} dimensions of bytes")
     if 0 in shape:
@@ -169,34 +171,29 @@ class MicroBatches(Dataset):
     """Fetches a whole micro-batch by its key (epoch, sample numbers), in the training process or in a worker."""
 
     def __init__(self, dataset: Dataset, seed: int):
-        self.dataset, self.seed, self.epoch = dataset, seed, None
+        self.dataset, self.seed, self.epoch, self.root = dataset, seed, None, dataset
+        while isinstance(self.root, Subset):
+            self.root = self.root.dataset
 
     def __getitem__(self, key: tuple[int, np.ndarray]):
         epoch, indices = key
-        if hasattr(self.dataset, "set_epoch"):  # draws its randomness from the epoch itself
-            if epoch != self.epoch:
-                self.dataset.set_epoch(epoch)
-                self.epoch = epoch
-        else:
-            self.seed_generators(epoch, indices[0])
-        if hasattr(self.dataset, "__getitems__"):
+        has_epochs = hasattr(self.root, "set_epoch")
+        if has_epochs and epoch != self.epoch:
+            self.root.set_epoch(epoch)
+            self.epoch = epoch
+        if has_epochs and hasattr(self.root, "__getitems__"):  # serves whole batches, random by the epoch
             batch = self.dataset.__getitems__(indices)
         else:
-            batch = [self.fetch(epoch, index) for index in indices.tolist()]
-        if isinstance(batch, list):
-            batch = default_collate(batch)
+            batch = default_collate([self.fetch(epoch, index) for index in indices.tolist()])
         # The loop unpacks (input, target): a dict gives its values in order. Whoever wants names edits both places.
         return tuple(batch.values()) if isinstance(batch, dict) else batch
 
     def fetch(self, epoch: int, index: int):
-        self.seed_generators(epoch, index)
-        return self.dataset[index]
-
-    def seed_generators(self, epoch: int, index: int) -> None:
-        seed = stable_seed("sample", self.seed, epoch, int(index))
+        seed = stable_seed("sample", self.seed, epoch, index)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed visits every backend: 80 µs against 1
         np.random.seed(seed)
         random.seed(seed)
+        return self.dataset[index]
 
 
 def build_loader(dataset: Dataset, sampler: Sampler, seed: int, num_workers: int, pin_memory: bool) -> DataLoader:

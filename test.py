@@ -115,7 +115,7 @@ def main(config: TestConfig, run_dir: Path) -> int:
     try:
         dataset = build_datasets(trained.dataset, config.data_dir or trained.data_dir, trained.seed)[config.split]
     except (OSError, ValueError) as error:
-        fail(str(error))
+        fail(f"--data_dir {config.data_dir or trained.data_dir}: {error}")
     return utils.launch(fabric, test, config, trained, dataset, run_dir, path)
 
 

@@ -265,8 +265,11 @@ def main(config: TrainConfig, resume_dir: Path | None) -> int:
     fabric.seed_everything(config.seed, verbose=False)
     try:
         datasets = build_datasets(config.dataset, config.data_dir, config.seed)
-        utils.split_batch(config.effective_batch_size, config.micro_batch_size, fabric.world_size)
     except (OSError, ValueError) as error:
+        fail(f"--dataset {config.dataset} --data_dir {config.data_dir}: {error}")
+    try:
+        utils.split_batch(config.effective_batch_size, config.micro_batch_size, fabric.world_size)
+    except ValueError as error:
         fail(str(error))
     if config.effective_batch_size > (n := len(datasets["train"])):
         fail(f"--effective_batch_size {config.effective_batch_size}: there are only {n} training samples")

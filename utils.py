@@ -37,6 +37,11 @@ PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TE
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of the config. What the machine cannot do ends with one line."""
     devices, asked = config.devices, " ".join(f"--{name} {getattr(config, name)}" for name in DEVICE_OPTIONS)
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if config.precision in ("16-mixed", "16-true", "16") and config.accelerator in (() if has_gpu else ("auto",)) + (
+        "cpu",
+    ):
+        fail(f"--precision {config.precision}: the CPU lacks float16; use bf16-mixed, bf16-true or 32-true")
     try:
         if devices.startswith("idle:"):
             if "IDLE_DEVICES" not in os.environ:  # the processes that Fabric launches must not search again
@@ -46,9 +51,6 @@ def build_fabric(config) -> Fabric:
         fabric = Fabric(**options, plugins=[AtomicCheckpointIO()])
     except Exception as error:  # ValueError, RuntimeError, ImportError, MisconfigurationException, ...
         fail(f"{asked}: {error}")
-    lacking = {"cpu": ("16-mixed", "16-true", "16"), "mps": ("64-true", "64")}.get(fabric.device.type, ())
-    if config.precision in lacking:
-        fail(f"--precision {config.precision}: the {fabric.device.type} device lacks it; try bf16-mixed or 32-true")
     if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
         fail(f"{asked}: means {fabric.world_size} processes, but the launcher has started {started}")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -110,7 +112,7 @@ def limit(total: int, limit_batches: int | float | None) -> int:
     """So many of `total` batches: a count, a fraction (at least one batch), or None for all."""
     if limit_batches is None:
         return total
-    return max(1, int(total * limit_batches)) if isinstance(limit_batches, float) else min(total, limit_batches)
+    return max(1, int(total * limit_batches + 1e-9)) if isinstance(limit_batches, float) else min(total, limit_batches)
 
 
 # ---- run directory

@@ -1,0 +1,270 @@
+"""Bad input ends with exit code 2 and one line that names the option; nothing is made."""
+
+import gzip
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import run
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def refused(command: str, cwd: Path, *texts: str) -> None:
+    """Runs the command and checks that it is refused in one line that contains the texts."""
+    before = files(cwd)
+    error = run(command, cwd, code=2).stderr
+    assert "Traceback" not in error
+    assert error.endswith("\n") and error.count("\n") == 1, error
+    for text in texts:
+        assert text in error
+    assert files(cwd) == before
+
+
+def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | None = "seed: 42\n", checkpoint=True):
+    """A run directory as train.py leaves it, as far as is looked at before a checkpoint is read."""
+    folder = cwd / name / "checkpoints"
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder.parent / "config.yaml").write_text(config)
+    if checkpoint:
+        (folder / "step-00000004.ckpt").touch()
+    return folder.parent
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    "options, option",
+    [
+        ("--no_such_option 3", "--no_such_option"),
+        ("stray", "stray"),
+        ("--epoch 3", "--epoch"),  # no abbreviations
+        ("--epochs", "--epochs"),  # the value is missing
+        ("--epochs many", "--epochs"),
+        ("--epochs 1.5", "--epochs"),
+        ("--epochs None", "--epochs"),
+        ("--seed 1e3", "--seed"),
+        ("--base_lr fast", "--base_lr"),
+        ("--compile maybe", "--compile"),
+        ("--fast_run few", "--fast_run"),
+        ("--limit_train_batches some", "--limit_train_batches"),
+        ("--micro_batch_size 1.5", "--micro_batch_size"),
+        ("--accelerator abacus", "--accelerator"),
+        ("--precision 8-true", "--precision"),
+        ("--dataset cifar", "--dataset"),
+        ("--lr_scaling_rule cubic", "--lr_scaling_rule"),
+        ("--lr_schedule steps", "--lr_schedule"),
+        ("--logger_name", "--logger_name"),
+        ("--logger_name csv mlflow", "--logger_name"),
+        ("--monitor_mode up", "--monitor_mode"),
+        ("--base_lr nan", "--base_lr"),
+        ("--base_lr inf", "--base_lr"),
+        ("--seed 4294967296", "--seed"),
+        ("--dropout 1", "--dropout"),
+        ("--warmup_epochs 4 --epochs 3", "--warmup_epochs"),
+        ("--limit_train_batches 1.5", "--limit_train_batches"),
+        ("--limit_val_batches 2.0", "--limit_val_batches"),
+        ("--out_dir=", "--out_dir"),
+        ("--out_dir ..", "--out_dir"),
+        ("--root_dir=", "--root_dir"),
+        ("--devices=", "--devices"),
+        ("--dataset mnist", "--data_dir"),
+        ("--fast_run --resume auto", "--fast_run"),
+    ],
+)
+def test_value_that_is_not_allowed(options: str, option: str, tmp_path: Path):
+    refused(f"train.py {options}", tmp_path, option)
+
+
+ZERO = [
+    *(
+        "width",
+        "num_nodes",
+        "effective_batch_size",
+        "micro_batch_size",
+        "epochs",
+        "base_lr",
+        "base_batch_size",
+        "gamma",
+    ),
+    *("max_grad_norm", "early_stopping_patience", "log_per_epoch", "log_interval", "checkpoint_frequency"),
+    *("num_checkpoint_keep", "fast_run", "limit_train_batches", "limit_val_batches"),
+]
+NEGATIVE = ["seed", "num_workers", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps"]
+
+
+@pytest.mark.parametrize("option, value", [(name, "0") for name in ZERO] + [(name, "-1") for name in NEGATIVE])
+def test_zero_or_negative(option: str, value: str, tmp_path: Path):
+    refused(f"train.py --{option} {value}", tmp_path, f"--{option}")
+
+
+@pytest.mark.parametrize("value", ["-1e-3", "-.5", "-0.0"])
+def test_negative_number_in_any_spelling(value: str, tmp_path: Path):
+    refused(f"train.py --base_lr {value}", tmp_path, "--base_lr")
+
+
+def test_several_mistakes_are_named_together(tmp_path: Path):
+    refused("train.py --epochs 0 --gamma -1 --dropout 2", tmp_path, "--epochs", "--gamma", "--dropout")
+
+
+@pytest.mark.parametrize(
+    "options, option",
+    [
+        ("", "--out_dir"),
+        ("--out_dir x --epochs 3", "--epochs"),
+        ("--out_dir x --split all", "--split"),
+        ("--out_dir x --batch_size 0", "--batch_size"),
+        ("--out_dir x --num_workers -1", "--num_workers"),
+        ("--out_dir x --checkpoint=", "--checkpoint"),
+    ],
+)
+def test_value_that_is_not_allowed_in_test_py(options: str, option: str, tmp_path: Path):
+    refused(f"test.py {options}", tmp_path, option)
+
+
+# ---- config files
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (None, "bad.yaml"),  # there is no such file
+        ("a: [", "bad.yaml"),
+        ("- seed\n- epochs\n", "bad.yaml"),
+        ("seed", "bad.yaml"),
+        ("epohcs: 3", "did you mean 'epochs'"),
+        ("no_such_option: 3", "no_such_option"),
+        ("epochs: many", "--epochs"),
+        ("epochs: 1.5", "--epochs"),
+        ("epochs: null", "--epochs"),
+        ("epochs: [1, 2]", "epochs"),
+        ("epochs: {a: 1}", "epochs"),
+        ("logger_name: [csv, mlflow]", "--logger_name"),
+        ("logger_name: [[csv]]", "logger_name"),
+        ("dataset: cifar", "--dataset"),
+        ("compile: maybe", "--compile"),
+    ],
+)
+def test_config_file(content: str | None, text: str, tmp_path: Path):
+    if content is not None:
+        (tmp_path / "bad.yaml").write_text(content)
+    (tmp_path / "good.yaml").write_text("seed: 1\n")
+    refused("train.py --config_path good.yaml bad.yaml", tmp_path, "--config_path", "bad.yaml", text)
+
+
+def test_config_file_that_is_no_text(tmp_path: Path):
+    (tmp_path / "bad.yaml").write_bytes(bytes(range(256)))
+    refused("train.py --config_path bad.yaml", tmp_path, "--config_path", "bad.yaml")
+
+
+def test_config_path_without_a_file(tmp_path: Path):
+    refused("train.py --config_path", tmp_path, "--config_path")
+    refused("train.py --config_path .", tmp_path, "--config_path")
+
+
+def test_config_file_that_names_another_one_is_not_silently_ignored(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("config_path: b.yaml\n")
+    refused("train.py --config_path a.yaml", tmp_path, "--config_path", "a.yaml")
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
+def test_run_that_does_not_exist(script: str, tmp_path: Path):
+    refused(f"{script} nothing", tmp_path, script.split()[1], "nothing")
+
+
+@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
+def test_directory_that_is_no_run(script: str, tmp_path: Path):
+    make_run(tmp_path, "folder", config=None)
+    refused(f"{script} folder", tmp_path, script.split()[1], "config.yaml")
+
+
+@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
+def test_run_that_is_ambiguous(script: str, tmp_path: Path):
+    """The error lists the runs that it may be."""
+    for name in ("20260101-000000-train_out", "20260102-000000-train_out"):
+        make_run(tmp_path, name)
+    names = "20260101-000000-train_out", "20260102-000000-train_out"
+    refused(f"{script} train_out", tmp_path, script.split()[1], *names)
+
+
+def test_resume_with_a_damaged_config(tmp_path: Path):
+    make_run(tmp_path, config="seed: many\n")
+    refused("train.py --resume train_out", tmp_path, "config.yaml", "--seed")
+
+
+def test_resume_without_a_checkpoint(tmp_path: Path):
+    make_run(tmp_path, checkpoint=False)
+    refused("train.py --resume train_out", tmp_path, "--resume", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--seed 7",
+        "--effective_batch_size 32",
+        "--micro_batch_size 16",
+        "--limit_train_batches 3",
+        "--width 8",
+        "--dropout 0.5",
+        "--dataset mnist --data_dir .",
+    ],
+)
+def test_resume_with_a_change_that_makes_the_state_meaningless(options: str, tmp_path: Path):
+    make_run(tmp_path)
+    refused(f"train.py --resume train_out {options}", tmp_path, options.split()[0])
+    refused(f"train.py --resume auto {options}", tmp_path, options.split()[0])
+
+
+def test_resume_with_a_value_that_is_not_allowed(tmp_path: Path):
+    make_run(tmp_path)
+    refused("train.py --resume train_out --epochs 0", tmp_path, "--epochs")
+
+
+# ---- what only torch, Fabric, the dataset or the file system know
+
+LATE = {
+    "train.py --effective_batch_size 63 --devices 2": ["--effective_batch_size", "62", "64"],
+    "train.py --effective_batch_size 64 --micro_batch_size 24": ["--micro_batch_size", "16", "32"],
+    "train.py --effective_batch_size 2000": ["--effective_batch_size", "1217"],
+    "train.py --monitor val/f1": ["--monitor", "val/accuracy"],
+    "train.py --strategy telepathy": ["--strategy", "telepathy"],
+    "train.py --precision 16-mixed": ["--precision", "16-mixed"],
+    "train.py --precision 16-true": ["--precision", "16-true"],
+    "train.py --precision transformer-engine": ["--precision", "transformer-engine"],
+    "train.py --accelerator gpu --devices 99": ["--accelerator", "--devices", "99"],
+    "train.py --accelerator tpu": ["--accelerator", "tpu"],
+    "train.py --root_dir file": ["--root_dir", "file"],
+    "train.py --root_dir /proc": ["--root_dir", "/proc"],
+    "train.py --dataset mnist --data_dir nothing": ["--data_dir", "train-images-idx3-ubyte"],
+    "train.py --dataset mnist --data_dir damaged": ["--data_dir", "train-images-idx3-ubyte"],
+    "test.py --out_dir train_out": ["--checkpoint", "best.ckpt"],
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory) -> dict[str, Future]:
+    """Runs these commands two at a time: each takes seconds, to import torch."""
+
+    def submit(command: str) -> Future:
+        cwd = tmp_path_factory.mktemp("late")
+        make_run(cwd, checkpoint=False)
+        (cwd / "file").touch()
+        (cwd / "damaged").mkdir()
+        (cwd / "damaged" / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(1000))[:-9])
+        on_cpu = "" if "--accelerator" in command else " --accelerator cpu"
+        return pool.submit(refused, command + on_cpu, cwd, *LATE[command])
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {command: submit(command) for command in LATE}
+
+
+@pytest.mark.parametrize("command", LATE)
+def test_late_refusal(command: str, refusals: dict[str, Future]):
+    refusals[command].result()
