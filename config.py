@@ -70,7 +70,7 @@ class TrainConfig:
     """How the learning rate grows with effective_batch_size / base_batch_size"""
     warmup_epochs: float = 1.0  # Epochs, or a fraction of one, over which the learning rate rises from zero
     lr_schedule: Literal["cosine", "exponential", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up: cosine falls to zero at the last step"""
+    """Course of the learning rate after the warm-up: cosine falls towards zero at the end"""
     gamma: float = 0.95  # Factor of the exponential schedule per epoch
     weight_decay: float = 0.01  # Weight decay of AdamW
     max_grad_norm: float | None = None  # Clip the gradient's norm to this once per step; None does not clip

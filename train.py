@@ -131,7 +131,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     run_dir = resume_dir
     if resume_dir:
         fabric.print(f"resumed from {utils.load_checkpoint(fabric, resume_dir, state)}")
-        state["loss_sum"] = state["loss_sum"].to(device) * (rank == 0)  # it was saved as the sum over all ranks
+        state["loss_sum"] = state["loss_sum"].to(device)
         if state["step"] >= total_steps or state["bad_epochs"] >= patience:
             fabric.print(f"nothing to do: {run_dir} is finished, after {state['step']} steps")
             return 0
@@ -153,8 +153,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- the loop
     columns = ["train/loss", "val/loss", *metrics.keys(), "lr", "samples_per_second", "data_wait"]
     fabric.print(utils.format_row(["epoch", "step", *columns]))
-    bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if fabric.is_global_zero else True)
-    profiler = utils.build_profiler(run_dir) if config.profile and fabric.is_global_zero else None
+    bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
+    profiler = utils.build_profiler(run_dir, total_steps - state["step"]) if config.profile and rank == 0 else None
     stop, first_step, train_seconds = utils.Stopper(fabric), state["step"], 0.0
     data_wait, window_seconds, started = 0.0, 0.0, time.perf_counter()  # of the log window, without validation
     model.train()
@@ -197,18 +197,18 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             is_save_step = is_stopping or step == total_steps or utils.is_due(step, checkpoint_every)
             if not (is_log_step or is_save_step):
                 continue
-            loss_sum = fabric.all_reduce(state["loss_sum"], reduce_op="sum").item()  # waits for the device
+            loss_sum = fabric.all_reduce(state["loss_sum"], reduce_op="mean").item()  # waits for the device
             if not math.isfinite(loss_sum):
                 where = f"in a step from {state['logged_step'] + 1} to {step}"
                 fail(f"the loss is {loss_sum} {where}; the checkpoints in {run_dir} are from before and good", code=1)
-            state["loss_sum"].fill_(loss_sum if rank == 0 else 0)
+            state["loss_sum"].fill_(loss_sum)
             window_seconds += time.perf_counter() - started
             is_best = is_early_stop = False
             if is_log_step:
                 steps_here = step - max(state["logged_step"], first_step)
                 row = {
                     "epoch": step / steps_per_epoch,
-                    "train/loss": loss_sum / world_size / (step - state["logged_step"]),
+                    "train/loss": loss_sum / (step - state["logged_step"]),
                     "train/grad_norm": grad_norm.item(),
                     "lr": lr,
                     "samples_per_second": batch_size * steps_here / window_seconds,
@@ -238,6 +238,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         if is_stopping or is_early_stop:
             break
     bar.close()
+    if profiler:
+        profiler.stop()
 
     # ---- the end
     is_finished = is_early_stop or step == total_steps

@@ -158,13 +158,15 @@ def make_run_dir(fabric: Fabric, config) -> Path:
 def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
     """Writes config.yaml, and into provenance/ what it takes to know later how this start of the run came about."""
 
-    def git(*command: str) -> str:
+    def git(*command: str) -> str:  # of the code, wherever it was started
         try:
-            return subprocess.run(["git", *command], capture_output=True, text=True, errors="replace").stdout
+            return subprocess.run(
+                ["git", "-C", here, *command], capture_output=True, text=True, errors="replace"
+            ).stdout
         except OSError:  # no git
             return ""
 
-    start = run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
+    here, start = str(Path(__file__).parent), run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
     for folder in (start.parent, run_dir / "checkpoints", run_dir / "logs"):
         folder.mkdir(exist_ok=True)
     facts = {
@@ -372,8 +374,9 @@ class Stopper:
         return self.signal > 0
 
 
-def build_profiler(run_dir: Path | None):
-    """torch.profiler over 5 steps, after 5 of warm-up; call its `step()` after each step."""
+def build_profiler(run_dir: Path | None, steps: int):
+    """A started torch.profiler over 5 steps after 5 of warm-up, or fewer in a short run. Call its `step()` after each
+    step and `stop()` at the end."""
 
     def report(profiler) -> None:
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
@@ -383,7 +386,11 @@ def build_profiler(run_dir: Path | None):
             profiler.export_chrome_trace(str(run_dir / "profile" / "steps.pt.trace.json"))
             print(f"trace, for https://ui.perfetto.dev or TensorBoard: {run_dir / 'profile'}")
 
-    return torch.profiler.profile(schedule=torch.profiler.schedule(1, 4, 5, 1), on_trace_ready=report)
+    warmup = min(5, steps // 2)
+    schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=min(5, steps - warmup), repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
+    profiler.start()
+    return profiler
 
 
 def print_summary(net: torch.nn.Module, inputs: torch.Tensor) -> None:

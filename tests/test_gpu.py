@@ -1,0 +1,93 @@
+"""What only a GPU can show."""
+
+import csv
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run, run_dir, start, wait_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LONG = (
+    "train.py --accelerator gpu --devices 1 --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --width 8 "
+    "--num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv --precision 16-mixed"
+)
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> Path:
+    """A run with the default options, on one GPU."""
+    cwd = tmp_path_factory.mktemp("default")
+    run("train.py --devices 1 --epochs 8", cwd)
+    return run_dir(cwd)
+
+
+def rows(folder: Path) -> list[dict]:
+    with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def newest(cwd: Path) -> int:
+    """The step of the newest checkpoint, 0 if there is none."""
+    return max((int(path.stem[5:]) for path in cwd.glob("*/checkpoints/step-*.ckpt")), default=0)
+
+
+def test_a_default_run_learns_on_the_gpu(default):
+    assert max(float(row["val/accuracy"]) for row in rows(default)) > 0.8
+    assert float(rows(default)[-1]["peak_memory_gb"]) > 0
+    assert all(tensor.device.type == "cpu" for tensor in weights(default).values())
+
+
+def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
+    results = []
+    for device in ("gpu", "cpu"):
+        run(f"test.py --out_dir {default} --accelerator {device} --devices 1", default.parent)
+        results.append(json.loads((default / "test_results.json").read_text()))
+    on_gpu, on_cpu = results
+    assert on_gpu["num_samples"] == on_cpu["num_samples"] > 0
+    assert on_gpu["accuracy"] == on_cpu["accuracy"] > 0.8
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)  # TF32 on the GPU
+
+
+def test_16_mixed_killed_and_resumed_is_the_same_run(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    run(LONG, whole)
+    process = start(LONG, killed)
+    wait_for(lambda: process.poll() is not None or newest(killed) % 8 in (2, 4))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    resumed = run("train.py --resume auto", killed)
+    assert re.search(r"resumed from .*step-\d+\.ckpt", resumed.stdout)
+    torch.testing.assert_close(weights(run_dir(killed)), weights(run_dir(whole)), atol=0, rtol=0)
+    for row, expected in zip(rows(run_dir(killed)), rows(run_dir(whole)), strict=True):
+        for name in ("step", "train/loss", "train/grad_norm", "lr", "val/loss", "val/accuracy"):
+            assert row[name] == expected[name], name
+
+
+def test_16_mixed_checkpoints_hold_the_gradient_scaler(tmp_path):
+    run(f"{LONG} --epochs 1", tmp_path)
+    state = torch.load(run_dir(tmp_path) / "checkpoints" / "step-00000008.ckpt", weights_only=True)
+    assert state["precision"]["scale"] > 0
+
+
+def test_bf16_mixed_learns(tmp_path):
+    run("train.py --accelerator gpu --devices 1 --epochs 8 --precision bf16-mixed", tmp_path)
+    assert max(float(row["val/accuracy"]) for row in rows(run_dir(tmp_path))) > 0.8
+    assert all(tensor.dtype == torch.float32 for tensor in weights(run_dir(tmp_path)).values())
+
+
+def test_idle_takes_a_gpu(tmp_path):
+    run("train.py --devices idle:1 --epochs 1 --limit_train_batches 2", tmp_path)
+    (path,) = (run_dir(tmp_path) / "provenance").glob("*.json")
+    assert json.loads(path.read_text())["devices"] == "1 x cuda"
