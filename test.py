@@ -116,7 +116,7 @@ def main(config: TestConfig, run_dir: Path) -> int:
         dataset = build_datasets(trained.dataset, config.data_dir or trained.data_dir, trained.seed)[config.split]
     except (OSError, ValueError) as error:
         fail(f"--data_dir {config.data_dir or trained.data_dir}: {error}")
-    return utils.launch(fabric, test, config, trained, dataset, run_dir, path)
+    return utils.launch(fabric, test, config=config, trained=trained, dataset=dataset, run_dir=run_dir, path=path)
 
 
 if __name__ == "__main__":

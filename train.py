@@ -277,7 +277,7 @@ def main(config: TrainConfig, resume_dir: Path | None) -> int:
         fail(f"--effective_batch_size {config.effective_batch_size}: there are only {n} training samples")
     if not (config.fast_run or resume_dir):
         utils.check_writable(config.root_dir, config.out_dir)
-    return utils.launch(fabric, train, config, datasets, resume_dir)
+    return utils.launch(fabric, train, config=config, datasets=datasets, resume_dir=resume_dir)
 
 
 if __name__ == "__main__":

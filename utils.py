@@ -18,6 +18,7 @@ import time
 import zipfile
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,10 +58,11 @@ def build_fabric(config) -> Fabric:
     return fabric
 
 
-def launch(fabric: Fabric, function, *args):
-    """Calls function(fabric, *args) in every process, and returns what it returns."""
-    # `fabric run` has started the processes already and forbids to launch
-    result = function(fabric, *args) if os.environ.get("LT_CLI_USED") else fabric.launch(function, *args)
+def launch(fabric: Fabric, function, **arguments):
+    """Calls function(fabric, **arguments) in every process, and returns what it returns."""
+    run = partial(function, **arguments)  # Fabric would look into arguments of its own, and refuses a frozen config
+    # `fabric run` has started the processes already and forbids to launch.
+    result = run(fabric) if os.environ.get("LT_CLI_USED") else fabric.launch(run)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # after the model is gone, else gloo can abort at exit
     return result
