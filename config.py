@@ -78,7 +78,7 @@ class TrainConfig:
 
     # ---- logging
     logger_name: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ("csv", "tensorboard")
-    """One or more loggers"""
+    """One or more of csv, tensorboard and wandb"""
     log_per_epoch: int = 1  # Times per epoch that the training loss is logged, the last at the epoch's end
     log_interval: int | None = None  # Log every so many steps, and at each epoch's end, instead of log_per_epoch times
 
@@ -88,7 +88,7 @@ class TrainConfig:
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
     monitor: str = "val/accuracy"  # The logged value that decides which checkpoint is best
     monitor_mode: Literal["max", "min"] | None = None
-    """Whether more or less of `monitor` is better; None takes min for a loss, else max"""
+    """Whether `max` or `min` of `monitor` is best; None takes min for a loss, else max"""
 
     # ---- debugging
     fast_run: int | None = field(default=None, nargs="?", const=2)

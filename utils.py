@@ -39,9 +39,8 @@ def build_fabric(config) -> Fabric:
     """Fabric with the devices of the config. What the machine cannot do ends with one line."""
     devices, asked = config.devices, " ".join(f"--{name} {getattr(config, name)}" for name in DEVICE_OPTIONS)
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    if config.precision in ("16-mixed", "16-true", "16") and config.accelerator in (() if has_gpu else ("auto",)) + (
-        "cpu",
-    ):
+    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
+    if on_cpu and config.precision in ("16-mixed", "16-true", "16"):
         fail(f"--precision {config.precision}: the CPU lacks float16; use bf16-mixed, bf16-true or 32-true")
     try:
         if devices.startswith("idle:"):
@@ -256,19 +255,16 @@ def build_loggers(config, run_dir: Path, step: int) -> list[Logger]:
     """The chosen loggers, going on after `step`; wandb and tensorboard are imported only here."""
     loggers, params = [], {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in asdict(config).items()}
     for name in dict.fromkeys(config.logger_name):
-        if name == "csv":
-            loggers.append(CSVLogger(run_dir / "logs" / "csv", step))
-        elif name == "wandb":
-            loggers.append(WandbLogger(run_dir, config))
-        else:
+        if name == "tensorboard":
             from torch.utils.tensorboard.summary import hparams
 
-            board = TensorBoardLogger(run_dir / "logs", name="tensorboard", version="", purge_step=step + 1)
+            logger = TensorBoardLogger(run_dir / "logs", name="tensorboard", version="", purge_step=step + 1)
             for summary in hparams(params, {config.monitor: 0}):  # the logger's own way adds a metric of its own
-                board.experiment._get_file_writer().add_summary(summary)
-            loggers.append(board)
-            continue
-        loggers[-1].log_hyperparams(params)
+                logger.experiment._get_file_writer().add_summary(summary)
+        else:
+            logger = CSVLogger(run_dir / "logs" / "csv", step) if name == "csv" else WandbLogger(run_dir, config)
+            logger.log_hyperparams(params)
+        loggers.append(logger)
     return loggers
 
 
@@ -345,13 +341,8 @@ class Stopper:
     """
 
     def __init__(self, fabric: Fabric):
-        self.signal, self.world_size, self.steps, self.interval, self.asked = (
-            0,
-            fabric.world_size,
-            0,
-            1,
-            time.monotonic(),
-        )
+        self.signal, self.world_size = 0, fabric.world_size
+        self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since they last asked
         if self.world_size > 1:  # on the CPU, so that asking never waits for a GPU
             self.group = torch.distributed.new_group(backend="gloo")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -372,7 +363,8 @@ class Stopper:
         answer = torch.tensor([self.signal, seconds])
         torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX, group=self.group)
         self.signal, seconds = int(answer[0]), max(float(answer[1]), 1e-6)
-        self.interval, self.steps, self.asked = max(1, int(self.interval / seconds)), 0, time.monotonic()
+        self.interval = max(1, min(int(self.interval / seconds), 2 * self.interval))
+        self.steps, self.asked = 0, time.monotonic()
         return self.signal > 0
 
 
