@@ -132,6 +132,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if resume_dir:
         fabric.print(f"resumed from {utils.load_checkpoint(fabric, resume_dir, state)}")
         state["loss_sum"] = state["loss_sum"].to(device)
+        for group in optimizer.param_groups:  # came with the checkpoint, but the command line wins
+            group["weight_decay"] = config.weight_decay
         if state["step"] >= total_steps or state["bad_epochs"] >= patience:
             fabric.print(f"nothing to do: {run_dir} is finished, after {state['step']} steps")
             return 0

@@ -237,3 +237,10 @@ def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path):
         assert re.fullmatch(r"\d{8}-\d{6}-twin-[12]", path.name)
         assert (path / "model.pt").is_file()
     assert not any(any(path.iterdir()) for path in taken)
+
+
+def test_an_optimizer_option_beside_resume_wins_over_the_checkpoint(tmp_path):
+    run(f"train.py {SMALL} --logger_name csv", tmp_path)
+    run("train.py --resume train_out --epochs 6 --weight_decay 0.5", tmp_path)
+    state = torch.load(sorted(run_dir(tmp_path).glob("checkpoints/step-*.ckpt"))[-1], weights_only=True)
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
