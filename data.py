@@ -125,28 +125,29 @@ def stable_seed(*parts: int | str) -> int:
 
 
 class TrainSampler(Sampler):
-    """Deals the micro-batches of an epoch: rank r of W gets the micro-batches r, r + W, ... of each effective batch.
+    """Deals the micro-batches of a run: rank r of W gets the micro-batches r, r + W, ... of each effective batch.
 
-    Yields (epoch, sample numbers). Set `epoch` and `first_step` before iterating; no step that lies before
-    `first_step` costs anything. An incomplete last effective batch is left out.
+    Yields (epoch, sample numbers), from step `first_step` of the run on; the steps before it cost nothing. What is left
+    of an epoch after its last step is left out.
     """
 
-    def __init__(self, num_samples, steps, effective_batch_size, micro_batch_size, rank, world_size, seed):
-        self.num_samples, self.steps, self.rank, self.world_size = num_samples, steps, rank, world_size
-        self.effective_batch_size, self.micro_batch_size, self.seed = effective_batch_size, micro_batch_size, seed
-        self.epoch = self.first_step = 0
+    def __init__(self, num_samples, steps_per_epoch, epochs, batch_size, micro_batch_size, rank, world_size, seed):
+        self.num_samples, self.steps_per_epoch, self.epochs, self.seed = num_samples, steps_per_epoch, epochs, seed
+        self.batch_size, self.micro_batch_size, self.first_step = batch_size, micro_batch_size, 0
+        self.starts = range(rank * micro_batch_size, batch_size, world_size * micro_batch_size)  # within a batch
 
     def __len__(self) -> int:
-        return (self.steps - self.first_step) * (self.effective_batch_size // self.micro_batch_size // self.world_size)
+        return (self.epochs * self.steps_per_epoch - self.first_step) * len(self.starts)
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        epoch, size = self.epoch, self.micro_batch_size
-        generator = torch.Generator().manual_seed(stable_seed("order", self.seed, epoch))
-        order = torch.randperm(self.num_samples, generator=generator).numpy()
-        for step in range(self.first_step, self.steps):
-            batch = order[step * self.effective_batch_size : (step + 1) * self.effective_batch_size]
-            for start in range(self.rank * size, self.effective_batch_size, self.world_size * size):
-                yield epoch, batch[start : start + size]
+        first_epoch, first_step = divmod(self.first_step, self.steps_per_epoch)
+        for epoch in range(first_epoch, self.epochs):
+            generator = torch.Generator().manual_seed(stable_seed("order", self.seed, epoch))
+            order = torch.randperm(self.num_samples, generator=generator).numpy()
+            for step in range(first_step if epoch == first_epoch else 0, self.steps_per_epoch):
+                for start in self.starts:
+                    start += step * self.batch_size
+                    yield epoch, order[start : start + self.micro_batch_size]
 
 
 class EvalSampler(Sampler):

@@ -74,9 +74,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     train_set, val_set = datasets["train"], datasets["val"]
+    stop = utils.Stopper(fabric, config.timeout)
 
     # ---- what follows from the config
-    batch_size = config.effective_batch_size
+    batch_size, seed = config.effective_batch_size, config.seed
     micro_batch_size, grad_accum_steps = utils.split_batch(batch_size, config.micro_batch_size, world_size)
     steps_per_epoch = utils.limit(len(train_set) // batch_size, config.limit_train_batches)
     total_steps = config.epochs * steps_per_epoch
@@ -89,12 +90,12 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     patience = config.early_stopping_patience or math.inf
 
     # ---- data
-    seed, workers, pin_memory = config.seed, config.num_workers, device.type == "cuda"
-    train_sampler = TrainSampler(len(train_set), steps_per_epoch, batch_size, micro_batch_size, rank, world_size, seed)
-    val_sampler = EvalSampler(val_samples, micro_batch_size, rank, world_size)
+    dealt = (micro_batch_size, rank, world_size)
+    train_sampler = TrainSampler(len(train_set), steps_per_epoch, config.epochs, batch_size, *dealt, seed)
+    val_sampler = EvalSampler(val_samples, *dealt)
     train_loader, val_loader = fabric.setup_dataloaders(
-        build_loader(train_set, train_sampler, seed, workers, pin_memory),
-        build_loader(val_set, val_sampler, seed, workers, pin_memory),
+        build_loader(train_set, train_sampler, seed, config.num_workers, pin_memory=device.type == "cuda"),
+        build_loader(val_set, val_sampler, seed, config.num_workers, pin_memory=device.type == "cuda"),
         use_distributed_sampler=False,  # the samplers know the devices
         move_to_device=device.type != "cpu",
     )
@@ -123,25 +124,30 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         "best": None,  # best value of `monitor`, its step, and the epochs since
         "best_step": 0,
         "bad_epochs": 0,
-        "logged_step": 0,  # the last logged step, and the sum of the losses since
         "loss_sum": torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device),
+        "logged_step": 0,  # the last logged step, from where loss_sum counts, and what was logged
+        "row": {},
     }
 
     # ---- run directory, new or with a checkpoint to go on from
-    run_dir = resume_dir
     if resume_dir:
         fabric.print(f"resumed from {utils.load_checkpoint(fabric, resume_dir, state)}")
         state["loss_sum"] = state["loss_sum"].to(device)
         for group in optimizer.param_groups:  # came with the checkpoint, but the command line wins
             group["weight_decay"] = config.weight_decay
-        if state["step"] >= total_steps or state["bad_epochs"] >= patience:
-            fabric.print(f"nothing to do: {run_dir} is finished, after {state['step']} steps")
+        is_over = state["step"] >= total_steps or state["bad_epochs"] >= patience
+        if is_over and (resume_dir / "model.pt").exists():
+            fabric.print(f"nothing to do: {resume_dir} is finished, after {state['step']} steps")
             return 0
-    elif not config.fast_run:
-        run_dir = utils.make_run_dir(fabric, config)
+    run_dir = resume_dir or (None if config.fast_run else utils.make_run_dir(fabric, config))
+    utils.explain_failures(fabric, config, run_dir)
     if run_dir and fabric.is_global_zero:
         utils.start_run_dir(fabric, config, run_dir)
-        fabric.loggers.extend(utils.build_loggers(config, run_dir, state["step"]))
+        fabric.loggers.extend(utils.build_loggers(config, run_dir, state["logged_step"] - 1))
+    if run_dir and state["step"] == 0:  # a run can be resumed from its first moment on
+        utils.save_checkpoint(fabric, run_dir, state)
+    if state["row"]:
+        utils.log(fabric, state["row"], state["logged_step"])  # a kill may have come between checkpoint and log
     fabric.print(
         f"effective_batch_size {batch_size} = "
         f"{world_size} process(es) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps\n"
@@ -157,98 +163,93 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     fabric.print(utils.format_row(["epoch", "step", *columns]))
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
     profiler = utils.build_profiler(run_dir, total_steps - state["step"]) if config.profile and rank == 0 else None
-    stop, first_step, train_seconds = utils.Stopper(fabric), state["step"], 0.0
+    is_stopping, first_step, train_seconds = False, state["step"], 0.0
     data_wait, window_seconds, started = 0.0, 0.0, time.perf_counter()  # of the log window, without validation
+    train_sampler.first_step = first_step
+    batches = iter(train_loader)
     model.train()
-    for epoch in range(state["step"] // steps_per_epoch, config.epochs):
-        train_sampler.epoch, train_sampler.first_step = epoch, state["step"] % steps_per_epoch
-        batches = iter(train_loader)
-        for step in range(state["step"] + 1, (epoch + 1) * steps_per_epoch + 1):
-            lr = learning_rate(config, peak_lr, step - 1, steps_per_epoch)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+    while state["step"] < total_steps and state["bad_epochs"] < patience and not is_stopping:
+        step = state["step"] + 1
+        lr = learning_rate(config, peak_lr, step - 1, steps_per_epoch)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
 
-            for micro_step in range(grad_accum_steps):
-                wait_started = time.perf_counter()
-                images, targets = next(batches)
-                data_wait += time.perf_counter() - wait_started
-                # Seeded by the number of the micro-batch in the whole run: the same dropout on any number of devices,
-                # and no generator's state to save.
-                micro_batch = ((step - 1) * grad_accum_steps + micro_step) * world_size + rank
-                utils.seed_generators(device, stable_seed("step", seed, micro_batch))
-                # The ranks exchange gradients once per step, during the last backward.
-                with fabric.no_backward_sync(model, enabled=micro_step < grad_accum_steps - 1):
-                    loss = F.cross_entropy(model(images), targets) / grad_accum_steps
-                    fabric.backward(loss)
-                state["loss_sum"] += loss.detach()  # stays on the device
+        for micro_step in range(grad_accum_steps):
+            wait_started = time.perf_counter()
+            images, targets = next(batches)
+            data_wait += time.perf_counter() - wait_started
+            # Seeded by the number of the micro-batch in the whole run: the same dropout on any number of devices, and
+            # no generator's state to save.
+            micro_batch = ((step - 1) * grad_accum_steps + micro_step) * world_size + rank
+            utils.seed_generators(device, stable_seed("step", seed, micro_batch))
+            # The ranks exchange gradients once per step, during the last backward.
+            with fabric.no_backward_sync(model, enabled=micro_step < grad_accum_steps - 1):
+                loss = F.cross_entropy(model(images), targets) / grad_accum_steps
+                fabric.backward(loss)
+            state["loss_sum"] += loss.detach()  # stays on the device
 
-            is_epoch_end = step % steps_per_epoch == 0
-            is_log_step = is_epoch_end or utils.is_due(step, log_every)
-            if config.max_grad_norm or is_log_step:  # infinite ones are the scaler's normal start in 16-mixed
-                max_norm = config.max_grad_norm or math.inf
-                grad_norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
-            optimizer.step()
-            optimizer.zero_grad()
-            state["epoch"], state["step"] = epoch + 1, step
-            bar.update()
-            if profiler:
-                profiler.step()
+        is_epoch_end = step % steps_per_epoch == 0
+        is_log_step = is_epoch_end or utils.is_due(step, log_every)
+        if config.max_grad_norm or is_log_step:  # infinite ones are the scaler's normal start in 16-mixed
+            max_norm = config.max_grad_norm or math.inf
+            grad_norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        state["epoch"], state["step"] = (step - 1) // steps_per_epoch + 1, step
+        bar.update()
+        if profiler:
+            profiler.step()
 
-            # ---- now and then: log, validate, save
-            is_stopping = stop()
-            is_save_step = is_stopping or step == total_steps or utils.is_due(step, checkpoint_every)
-            if not (is_log_step or is_save_step):
-                continue
-            loss_sum = fabric.all_reduce(state["loss_sum"], reduce_op="mean").item()  # waits for the device
-            if not math.isfinite(loss_sum):
-                where = f"in a step from {state['logged_step'] + 1} to {step}"
-                fail(f"the loss is {loss_sum} {where}; the checkpoints in {run_dir} are from before and good", code=1)
-            state["loss_sum"].fill_(loss_sum)
-            window_seconds += time.perf_counter() - started
-            is_best = is_early_stop = False
-            if is_log_step:
-                steps_here = step - max(state["logged_step"], first_step)
-                row = {
-                    "epoch": step / steps_per_epoch,
-                    "train/loss": loss_sum / (step - state["logged_step"]),
-                    "train/grad_norm": grad_norm.item(),
-                    "lr": lr,
-                    "samples_per_second": batch_size * steps_here / window_seconds,
-                    "data_wait": data_wait / window_seconds,
-                }
-                if device.type == "cuda":
-                    row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-                if is_epoch_end:
-                    row |= validate(fabric, model, val_loader, metrics)
-                    is_best = state["best"] is None or sign * row[config.monitor] > sign * state["best"]
-                    if is_best:
-                        state["best"], state["best_step"] = row[config.monitor], step
-                    state["bad_epochs"] = 0 if is_best else state["bad_epochs"] + 1
-                    is_early_stop = state["bad_epochs"] >= patience
-                    if fabric.is_global_zero:
-                        bar.write(utils.format_row([epoch + 1, step, *(row[name] for name in columns)]))
-                fabric.log_dict(row, step)
-                state["loss_sum"].zero_()
-                state["logged_step"] = step
-                train_seconds, window_seconds, data_wait = train_seconds + window_seconds, 0.0, 0.0
-            if run_dir and (is_save_step or is_early_stop or is_best):
-                regular = is_save_step or is_early_stop
-                utils.save_checkpoint(fabric, run_dir, state, regular, is_best, config.num_checkpoint_keep)
-            started = time.perf_counter()
-            if is_stopping or is_early_stop:
-                break
-        if is_stopping or is_early_stop:
-            break
+        # ---- now and then: validate, save, log
+        is_stopping = stop()
+        is_save_step = is_stopping or step == total_steps or utils.is_due(step, checkpoint_every)
+        if not (is_log_step or is_save_step):
+            continue
+        loss_sum = fabric.all_reduce(state["loss_sum"], reduce_op="mean").item()  # waits for the device
+        if not math.isfinite(loss_sum):
+            where = f"in a step from {state['logged_step'] + 1} to {step}"
+            fail(f"the loss is {loss_sum} {where}; the checkpoints in {run_dir} are from before and good", code=1)
+        window_seconds += time.perf_counter() - started
+        is_best = False
+        if is_log_step:
+            steps_here = step - max(state["logged_step"], first_step)
+            row = {
+                "epoch": step / steps_per_epoch,
+                "train/loss": loss_sum / (step - state["logged_step"]),
+                "train/grad_norm": grad_norm.item(),
+                "lr": lr,
+                "samples_per_second": batch_size * steps_here / window_seconds,
+                "data_wait": data_wait / window_seconds,
+            }
+            if device.type == "cuda":
+                row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            if is_epoch_end:
+                row |= validate(fabric, model, val_loader, metrics)
+                is_best = state["best"] is None or sign * row[config.monitor] > sign * state["best"]
+                if is_best:
+                    state["best"], state["best_step"] = row[config.monitor], step
+                state["bad_epochs"] = 0 if is_best else state["bad_epochs"] + 1
+                if fabric.is_global_zero:
+                    bar.write(utils.format_row([state["epoch"], step, *(row[name] for name in columns)]))
+            state["row"], state["logged_step"], loss_sum = row, step, 0.0
+            train_seconds, window_seconds, data_wait = train_seconds + window_seconds, 0.0, 0.0
+        state["loss_sum"].fill_(loss_sum)
+        is_save_step = is_save_step or state["bad_epochs"] >= patience
+        if run_dir and (is_save_step or is_best):
+            utils.save_checkpoint(fabric, run_dir, state, is_save_step, is_best, config.num_checkpoint_keep)
+        if is_log_step:
+            utils.log(fabric, row, step)  # after the checkpoint, which has the row: a full disk or a kill loses neither
+        started = time.perf_counter()
     bar.close()
     if profiler:
         profiler.stop()
 
     # ---- the end
-    is_finished = is_early_stop or step == total_steps
-    if run_dir and is_finished:
-        utils.save_weights(fabric, run_dir, net)
+    step, is_finished = state["step"], state["step"] >= total_steps or state["bad_epochs"] >= patience
     for logger in fabric.loggers:
         logger.finalize("success")
+    if run_dir and is_finished:
+        utils.save_weights(fabric, run_dir, net)
     fabric.print(f"{'finished' if is_finished else 'stopped by a signal'} after {step} of {total_steps} steps")
     if state["best"] is not None:
         fabric.print(f"best {config.monitor} {state['best']:.5g} at step {state['best_step']}")
@@ -271,14 +272,9 @@ def main(config: TrainConfig, resume_dir: Path | None) -> int:
         datasets = build_datasets(config.dataset, config.data_dir, config.seed)
     except (OSError, ValueError) as error:
         fail(f"--dataset {config.dataset} --data_dir {config.data_dir}: {error}")
-    try:
-        utils.split_batch(config.effective_batch_size, config.micro_batch_size, fabric.world_size)
-    except ValueError as error:
-        fail(str(error))
+    utils.split_batch(config.effective_batch_size, config.micro_batch_size, fabric.world_size)
     if config.effective_batch_size > (n := len(datasets["train"])):
         fail(f"--effective_batch_size {config.effective_batch_size}: there are only {n} training samples")
-    if not (config.fast_run or resume_dir):
-        utils.check_writable(config.root_dir, config.out_dir)
     return utils.launch(fabric, train, config=config, datasets=datasets, resume_dir=resume_dir)
 
 

@@ -1,23 +1,26 @@
-"""What nobody edits: devices, run directory, loggers, checkpoints, signals, scaling rules. Nothing here knows the loss,
-the batch or a metric."""
+"""What nobody edits: devices, run directory, loggers, checkpoints, signals, failures, scaling rules. Nothing here knows
+the loss, the batch or a metric."""
 
 import copy
 import csv
+import ctypes
+import fcntl
 import importlib.metadata
 import itertools
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -37,17 +40,17 @@ PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TE
 
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of the config. What the machine cannot do ends with one line."""
-    devices, asked = config.devices, " ".join(f"--{name} {getattr(config, name)}" for name in DEVICE_OPTIONS)
+    options = {name: getattr(config, name) for name in DEVICE_OPTIONS}
+    asked = " ".join(f"--{name} {value}" for name, value in options.items())
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
     if on_cpu and config.precision in ("16-mixed", "16-true", "16"):
         fail(f"--precision {config.precision}: the CPU lacks float16; use bf16-mixed, bf16-true or 32-true")
     try:
-        if devices.startswith("idle:"):
+        if config.devices.startswith("idle:"):
             if "IDLE_DEVICES" not in os.environ:  # the processes that Fabric launches must not search again
-                os.environ["IDLE_DEVICES"] = ",".join(map(str, find_usable_cuda_devices(int(devices[5:]))))
-            devices = os.environ["IDLE_DEVICES"] + ","  # "3," is device 3, "3" would be three devices
-        options = {name: getattr(config, name) for name in DEVICE_OPTIONS} | {"devices": devices}
+                os.environ["IDLE_DEVICES"] = ",".join(map(str, find_usable_cuda_devices(int(config.devices[5:]))))
+            options["devices"] = os.environ["IDLE_DEVICES"] + ","  # "3," is device 3, "3" would be three devices
         fabric = Fabric(**options, plugins=[AtomicCheckpointIO()])
     except Exception as error:  # ValueError, RuntimeError, ImportError, MisconfigurationException, ...
         fail(f"{asked}: {error}")
@@ -57,35 +60,32 @@ def build_fabric(config) -> Fabric:
     return fabric
 
 
-def launch(fabric: Fabric, function, **arguments):
-    """Calls function(fabric, **arguments) in every process, and returns what it returns."""
+def launch(fabric: Fabric, function, **arguments) -> int:
+    """Calls function(fabric, **arguments) in every process. Returns its exit code, 0 on all ranks but the first: a
+    launcher that sees another rank fail would kill rank 0 before it is through."""
+    if (
+        "LOCAL_RANK" in os.environ and sys.platform == "linux"
+    ):  # launched: do not outlive the launcher (PR_SET_PDEATHSIG)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
+    fabric.strategy._timeout = timedelta(seconds=getattr(arguments["config"], "timeout", 300))
     run = partial(function, **arguments)  # Fabric would look into arguments of its own, and refuses a frozen config
     # `fabric run` has started the processes already and forbids to launch.
-    result = run(fabric) if os.environ.get("LT_CLI_USED") else fabric.launch(run)
+    code = run(fabric) if os.environ.get("LT_CLI_USED") else fabric.launch(run)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # after the model is gone, else gloo can abort at exit
-    return result
+    return code if fabric.is_global_zero else 0
 
 
 def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
-    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps.
-
-    Returns micro_batch_size and grad_accum_steps. Raises ValueError, naming the nearest values that divide.
-    """
+    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps for the last two. Ends with one
+    line that names the nearest sizes where it does not divide."""
     unit = world_size * (micro_batch_size or 1)
-    if effective_batch_size % unit == 0:
-        micro_batch_size = micro_batch_size or effective_batch_size // world_size
-        return micro_batch_size, effective_batch_size // world_size // micro_batch_size
-    below = effective_batch_size // unit * unit
-    factors = f"{world_size} process(es)" + (f" x --micro_batch_size {micro_batch_size}" if micro_batch_size else "")
-    nearest = " or ".join(str(size) for size in (below, below + unit) if size)
-    message = f"--effective_batch_size {effective_batch_size}: is no multiple of {factors}; the nearest: {nearest}"
-    share, remainder = divmod(effective_batch_size, world_size)
-    if micro_batch_size and not remainder:
-        divisors = [size for size in range(1, share + 1) if share % size == 0]
-        nearest = sorted(divisors, key=lambda size: abs(size - micro_batch_size))[:2]
-        message += f"; or --micro_batch_size {' or '.join(map(str, sorted(nearest)))}"
-    raise ValueError(message)
+    if remainder := effective_batch_size % unit:
+        below, factors = effective_batch_size - remainder, f"{world_size} process(es) x micro_batch_size"
+        nearest = f"{below} or {below + unit}" if below else unit
+        fail(f"--effective_batch_size {effective_batch_size}: is no multiple of {unit}, {factors}; nearest: {nearest}")
+    share = effective_batch_size // world_size
+    return micro_batch_size or share, share // (micro_batch_size or share)
 
 
 def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:
@@ -129,18 +129,12 @@ def atomically(path: Path, mode: str = "w"):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the new name, too
+        os.close(folder)
     finally:
-        beside.unlink(missing_ok=True)
-
-
-def check_writable(root_dir: str, out_dir: str) -> None:
-    """Ends with one line where no run directory can be made."""
-    folder = (Path(root_dir) / out_dir).absolute().parent
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        tempfile.TemporaryDirectory(dir=existing).cleanup()
-    except OSError as error:
-        fail(f"--root_dir {root_dir} --out_dir {out_dir}: cannot write to {existing}: {error.strerror}")
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def make_run_dir(fabric: Fabric, config) -> Path:
@@ -153,41 +147,55 @@ def make_run_dir(fabric: Fabric, config) -> Path:
             break
         except FileExistsError:
             run_dir = first.with_name(f"{first.name}-{attempt}")
+        except OSError as error:
+            fail(f"--root_dir {config.root_dir} --out_dir {config.out_dir}: cannot make {run_dir}: {error.strerror}")
     return fabric.broadcast(run_dir)
 
 
 def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
-    """Writes config.yaml, and into provenance/ what it takes to know later how this start of the run came about."""
+    """Takes the run for this process, or ends with one line that says who has it. Writes config.yaml, and into
+    provenance/ what it takes to know later how this start of the run came about."""
+    fabric.lock = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held until the process ends, however it ends
+    try:
+        fcntl.lockf(fabric.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fabric.lock.seek(0)
+        fail(f"--resume: {run_dir} is being written to by {fabric.lock.read()}")
+    except OSError as error:  # a network file system without locks
+        print(f"{run_dir} cannot be locked ({error.strerror}): make sure that no other process resumes it")
+    fabric.lock.truncate(0)
+    fabric.lock.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    fabric.lock.flush()
 
-    def git(*command: str) -> str:  # of the code, wherever it was started
-        try:
-            return subprocess.run(
-                ["git", "-C", here, *command], capture_output=True, text=True, errors="replace"
-            ).stdout
-        except OSError:  # no git
-            return ""
-
-    here, start = str(Path(__file__).parent), run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
+    start = run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S")
     for folder in (start.parent, run_dir / "checkpoints", run_dir / "logs"):
         folder.mkdir(exist_ok=True)
+    git = ["git", "-C", str(Path(__file__).parent)]  # of the code, wherever it was started
+    commands = {"commit": [*git, "rev-parse", "HEAD"], "status": [*git, "status", "-s"], "diff": [*git, "diff", "HEAD"]}
+    found = dict.fromkeys(commands, "")
+    with suppress(OSError):  # no git
+        for name, command in commands.items():
+            found[name] = subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
     facts = {
         "command": [sys.executable, *sys.argv],
-        "git_commit": git("rev-parse", "HEAD").strip(),
-        "git_status": git("status", "--porcelain").splitlines(),
+        "git_commit": found["commit"].strip(),
+        "git_status": found["status"].splitlines(),
         "host": platform.node(),
         "platform": platform.platform(),
         "devices": f"{fabric.world_size} x {fabric.device.type}",
         "python": platform.python_version(),
         "packages": dict(sorted((dist.metadata["Name"], dist.version) for dist in importlib.metadata.distributions())),
     }
-    texts = {start.with_suffix(".json"): json.dumps(facts, indent=2) + "\n", run_dir / "config.yaml": to_yaml(config)}
-    for path, text in (texts | {start.with_suffix(".diff"): git("diff", "HEAD")}).items():
+    texts = {start.with_suffix(".json"): json.dumps(facts, indent=2) + "\n", start.with_suffix(".diff"): found["diff"]}
+    for path, text in (texts | {run_dir / "config.yaml": to_yaml(config)}).items():
         with atomically(path) as file:
             file.write(text)
-    (run_dir / "model.pt").unlink(missing_ok=True)  # of a finished run that now goes on: it marks the end
+    # What a kill has left half written, and what marks the end of a run that now goes on.
+    for path in (*run_dir.glob("**/*.tmp"), run_dir / "error.txt", run_dir / "model.pt"):
+        path.unlink(missing_ok=True)
 
 
-# ---- loggers: each keeps one unbroken history; rows beyond the step that a run resumes from are dropped
+# ---- loggers: each keeps one unbroken history; rows beyond `last_step` are dropped, they will be logged again
 
 
 class CSVLogger(Logger):
@@ -195,12 +203,17 @@ class CSVLogger(Logger):
 
     name, version = "csv", ""
 
-    def __init__(self, folder: Path, step: int):
+    def __init__(self, folder: Path, last_step: int):
         folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.columns = folder / "metrics.csv", ["step"]
-        text = self.path.read_text() if self.path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may have cut the last line
-        self.write_all([row for row in csv.DictReader(lines) if int(row["step"]) <= step])
+        self.path, self.columns, self.rows = folder / "metrics.csv", ["step"], []
+        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
+        for number, row in enumerate(csv.DictReader(line.replace("\0", "?") for line in lines), start=2):
+            try:
+                if int(row["step"]) <= last_step and [value == "" or float(value) for value in row.values()]:
+                    self.rows.append(row)
+            except (ValueError, TypeError, KeyError):
+                print(f"{self.path}: line {number} is damaged and dropped", file=sys.stderr)
+        self.write_all(self.rows)
 
     def write_all(self, rows: list[dict]) -> None:
         self.columns = list(dict.fromkeys([*self.columns, *(key for row in rows for key in row)]))
@@ -218,28 +231,37 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self.columns, restval="").writerow(row)
 
     def log_hyperparams(self, params: dict) -> None:
-        with atomically(self.path.with_name("hparams.json")) as file:
-            json.dump(params, file, indent=2)
+        """They are in config.yaml."""
 
 
 class WandbLogger(Logger):
-    """Weights & Biases; offline where there is no key or no network."""
+    """Weights & Biases; offline where there is no key or no network.
+
+    Online, wandb ignores the rows that it has. Offline, each start has a folder of its own, and what a kill leaves in
+    it is uncertain: so the new folder gets all rows anew, from a csv of its own, and the old one is deleted."""
 
     name, version = "wandb", ""
 
-    def __init__(self, run_dir: Path, config):
+    def __init__(self, run_dir: Path, config, last_step: int):
         import wandb
 
-        options = dict(project=config.project, name=run_dir.name, id=run_dir.name, resume="allow", notes=config.comment)
+        folder = run_dir / "logs" / "wandb"
+        self.history, old = CSVLogger(folder, last_step), [*folder.glob("offline-run-*")]
+        init = partial(wandb.init, project=config.project, name=run_dir.name, id=run_dir.name, resume="allow",
+                       notes=config.comment, dir=folder.parent)  # fmt: skip
         try:
             # Without a key it would ask for one on the terminal: go offline instead.
-            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-            self.run = wandb.init(dir=run_dir / "logs", mode=mode, **options)
+            self.run = init(mode=os.environ.get("WANDB_MODE") or (None if wandb.login(prompt=False) else "offline"))
         except wandb.Error as error:
             print(f"wandb goes offline: {error}")
-            self.run = wandb.init(dir=run_dir / "logs", mode="offline", **options)
+            self.run = init(mode="offline")
+        for row in self.history.rows if self.run.offline else ():
+            self.run.log({k: float(v) for k, v in row.items() if v and k != "step"}, step=int(row["step"]))
+        for folder in old if self.run.offline else ():
+            shutil.rmtree(folder)
 
     def log_metrics(self, metrics: dict, step: int) -> None:
+        self.history.log_metrics(metrics, step)
         self.run.log(metrics, step=step)
 
     def log_hyperparams(self, params: dict) -> None:
@@ -251,21 +273,29 @@ class WandbLogger(Logger):
             print(f"wandb was offline; to upload: wandb sync {Path(self.run.dir).parent}")
 
 
-def build_loggers(config, run_dir: Path, step: int) -> list[Logger]:
-    """The chosen loggers, going on after `step`; wandb and tensorboard are imported only here."""
+def build_loggers(config, run_dir: Path, last_step: int) -> list[Logger]:
+    """The chosen loggers, going on after `last_step`; wandb and tensorboard are imported only here."""
     loggers, params = [], {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in asdict(config).items()}
     for name in dict.fromkeys(config.logger_name):
         if name == "tensorboard":
             from torch.utils.tensorboard.summary import hparams
 
-            logger = TensorBoardLogger(run_dir / "logs", name="tensorboard", version="", purge_step=step + 1)
+            logger = TensorBoardLogger(run_dir / "logs", name="tensorboard", version="", purge_step=last_step + 1)
             for summary in hparams(params, {config.monitor: 0}):  # the logger's own way adds a metric of its own
                 logger.experiment._get_file_writer().add_summary(summary)
         else:
-            logger = CSVLogger(run_dir / "logs" / "csv", step) if name == "csv" else WandbLogger(run_dir, config)
+            folder = run_dir / "logs" / "csv"
+            logger = CSVLogger(folder, last_step) if name == "csv" else WandbLogger(run_dir, config, last_step)
             logger.log_hyperparams(params)
         loggers.append(logger)
     return loggers
+
+
+def log(fabric: Fabric, row: dict, step: int) -> None:
+    """Gives a row to all loggers, and waits until it is written: the next checkpoint relies on it."""
+    fabric.log_dict(row, step)
+    for logger in fabric.loggers:
+        logger.save()
 
 
 # ---- checkpoints
@@ -279,7 +309,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular: bool, best: bool, keep: int | None) -> None:
+def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular=True, best=False, keep: int | None = None):
     """Writes step-XXXXXXXX.ckpt where `regular`, and best.ckpt where `best`: as a link to it, so that it costs no
     second serialization. Then deletes all but the newest `keep` step files. Called on all ranks."""
     if not all(parameter.isfinite().all() for parameter in state["model"].parameters()):
@@ -296,20 +326,27 @@ def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular: bool, b
             except OSError:  # a file system without links
                 shutil.copyfile(path, beside)
             os.replace(beside, best_path)
+        if state["step"]:
+            (folder / "step-00000000.ckpt").unlink(missing_ok=True)
         for old in sorted(folder.glob("step-*.ckpt"))[: -keep if keep else 0]:
             old.unlink()
 
 
 def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
-    """Restores `state` in place from the newest whole checkpoint; a damaged one is named and skipped."""
-    chosen = None
+    """Restores `state` in place from the newest whole checkpoint. Damaged ones are named, skipped and, once a whole
+    one is found, put aside as *.damaged."""
+    damaged, chosen = [], None
     for path in checkpoints_of(run_dir) if fabric.is_global_zero else ():
-        if chosen := path if is_whole(path) else None:
+        if is_whole(path):
+            chosen = path
             break
+        damaged.append(path)
         print(f"skipped {path}: it is damaged", file=sys.stderr)
     if (chosen := fabric.broadcast(chosen)) is None:
         fail(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed", code=1)
     fabric.load(chosen, state)
+    for path in damaged:
+        path.rename(path.with_name(path.name + ".damaged"))
     return chosen
 
 
@@ -322,15 +359,16 @@ def save_weights(fabric: Fabric, run_dir: Path, net: torch.nn.Module) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint is a zip archive whose checksums are right."""
+    """Whether a checkpoint is a zip archive whose checksums are right, and can be loaded."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+            is_right = archive.testzip() is None
+        return is_right and torch.load(path, map_location="meta", mmap=True, weights_only=True) is not None
+    except Exception:  # damage has many: BadZipFile, OSError, RuntimeError, UnicodeDecodeError, struct.error, ...
         return False
 
 
-# ---- running
+# ---- signals and failures
 
 
 class Stopper:
@@ -340,11 +378,11 @@ class Stopper:
     the time that passed since they last did, which they agree on as well. A second signal ends the process at once.
     """
 
-    def __init__(self, fabric: Fabric):
+    def __init__(self, fabric: Fabric, timeout: float):
         self.signal, self.world_size = 0, fabric.world_size
         self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since they last asked
         if self.world_size > 1:  # on the CPU, so that asking never waits for a GPU
-            self.group = torch.distributed.new_group(backend="gloo")
+            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.receive)
 
@@ -368,16 +406,54 @@ class Stopper:
         return self.signal > 0
 
 
-def build_profiler(run_dir: Path | None, steps: int):
-    """A started torch.profiler over 5 steps after 5 of warm-up, or fewer in a short run. Call its `step()` after each
-    step and `stop()` at the end."""
+def explain_failures(fabric: Fabric, config, run_dir: Path | None) -> None:
+    """From here on an exception ends the process with a last line: what happened, what is safe, what to do.
+
+    The first rank that fails leaves its words in error.txt; the others, which then lose contact to it, repeat them.
+    """
+
+    def hook(kind: type, error: BaseException, trace) -> None:
+        cause = error
+        while cause.__context__ and not isinstance(cause, OSError):
+            cause = cause.__context__  # torch.save covers up a full disk with an error of its own
+        text = " ".join(f"rank {fabric.global_rank}: {type(cause).__name__}: {cause}".split())
+        is_alone = re.search("gloo|nccl|connection|timed out", text, re.IGNORECASE)
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+            share = config.effective_batch_size // fabric.world_size
+            half = (config.micro_batch_size or share) // 2
+            smaller = next((size for size in range(half, 0, -1) if share % size == 0), 1)
+            text = f"out of memory: try --micro_batch_size {smaller} for the same effective batch size; {text}"
+        elif is_alone:
+            text = f"another process died, or did not answer for --timeout {config.timeout:g} seconds; {text}"
+        elif not isinstance(cause, OSError):
+            sys.__excepthook__(kind, error, trace)
+        if run_dir:
+            text += f"; the checkpoints in {run_dir} are whole, go on with: python train.py --resume {run_dir}"
+            first = run_dir / "error.txt"
+            with suppress(OSError):
+                text = first.read_text() if is_alone and first.exists() else text
+                first.write_text(text)
+        print(f"\n{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
+        if "timed out" in text.lower() and fabric.local_rank and "TORCHELASTIC_RUN_ID" not in os.environ:
+            time.sleep(10)
+            os.kill(os.getppid(), signal.SIGKILL)  # rank 0, which launched this one, does not answer
+        os._exit(1)  # at once: nothing that is left could answer
+
+    sys.excepthook = hook
+
+
+# ---- debugging aids
+
+
+def build_profiler(run_dir: Path | None, steps: int) -> torch.profiler.profile:
+    """A started profiler of 5 steps after 5 of warm-up, or fewer in a short run. Call its `step()` after each step and
+    `stop()` at the end."""
 
     def report(profiler) -> None:
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         print(profiler.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=40))
         if run_dir:
-            (run_dir / "profile").mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(run_dir / "profile" / "steps.pt.trace.json"))
+            torch.profiler.tensorboard_trace_handler(run_dir / "profile")(profiler)
             print(f"trace, for https://ui.perfetto.dev or TensorBoard: {run_dir / 'profile'}")
 
     warmup = min(5, steps // 2)

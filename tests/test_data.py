@@ -1,6 +1,7 @@
 """The order of the samples, their augmentation, and what a user's own dataset may look like."""
 
 import gzip
+import itertools
 import random
 from pathlib import Path
 
@@ -15,8 +16,9 @@ SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6
 
 
 def train_sampler(rank=0, world_size=1, micro=MICRO, seed=42, epoch=0, first_step=0) -> TrainSampler:
-    sampler = TrainSampler(SAMPLES, STEPS, EFFECTIVE, micro, rank, world_size, seed)
-    sampler.epoch, sampler.first_step = epoch, first_step
+    """From step `first_step` of an epoch to the end of that epoch."""
+    sampler = TrainSampler(SAMPLES, STEPS, epoch + 1, EFFECTIVE, micro, rank, world_size, seed)
+    sampler.first_step = epoch * STEPS + first_step
     return sampler
 
 
@@ -76,6 +78,14 @@ def test_resume_goes_on_with_the_samples_that_are_left(first_step: int, world_si
 
 def test_keys_carry_the_epoch():
     assert {epoch for epoch, _ in train_sampler(epoch=7)} == {7}
+
+
+def test_the_epochs_follow_each_other():
+    sampler = train_sampler(epoch=2)
+    sampler.first_step = 0
+    keys = [(epoch, indices.tolist()) for epoch, indices in sampler]
+    assert len(keys) == len(sampler)
+    assert keys == [(epoch, indices.tolist()) for epoch in range(3) for _, indices in train_sampler(epoch=epoch)]
 
 
 def test_stable_seed():
@@ -147,12 +157,15 @@ def load(dataset: Dataset, num_workers=0, epochs=(0,), world_size=1, micro=5, se
     """Maps (epoch, target) to the input that the loaders of all ranks give; a target is the sample's number."""
     found = {}
     for rank in range(world_size):
-        sampler = TrainSampler(len(dataset), len(dataset) // 20, 20, micro, rank, world_size, seed)
-        loader = build_loader(dataset, sampler, seed, num_workers, pin_memory=False)
-        for sampler.epoch in epochs:
-            for inputs, targets in loader:
+        steps = len(dataset) // 20
+        sampler = TrainSampler(len(dataset), steps, epochs[-1] + 1, 20, micro, rank, world_size, seed)
+        sampler.first_step = epochs[0] * steps
+        batches = iter(build_loader(dataset, sampler, seed, num_workers, pin_memory=False))
+        for epoch in epochs:
+            for inputs, targets in itertools.islice(batches, steps * 20 // micro // world_size):
                 assert len(inputs) == len(targets) == micro
-                found |= {(sampler.epoch, int(t)): x.tolist() for x, t in zip(inputs, targets, strict=True)}
+                found |= {(epoch, int(t)): x.tolist() for x, t in zip(inputs, targets, strict=True)}
+        assert next(batches, None) is None
     assert len(found) == len(epochs) * len(dataset)
     return found
 
@@ -258,7 +271,7 @@ def test_subset_of_an_image_dataset():
 
 def test_loading_leaves_the_global_generator_alone():
     """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
-    loader = build_loader(pictures(), TrainSampler(40, 2, 20, 5, 0, 1, 42), 42, 0, pin_memory=False)
+    loader = build_loader(pictures(), TrainSampler(40, 2, 1, 20, 5, 0, 1, 42), 42, 0, pin_memory=False)
     torch.manual_seed(0)
     before = torch.get_rng_state()
     assert len(list(loader)) == 8
