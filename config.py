@@ -4,7 +4,6 @@ Nothing here imports torch, so that `--help` and a mistyped option answer at onc
 """
 
 import argparse
-import difflib
 import logging
 import math
 import os
@@ -120,7 +119,7 @@ class TestConfig:
     predictions: bool = False  # Write predictions.csv and confusion_matrix.png into the run directory
 
 
-AT_LEAST = {"seed": 0, "num_workers": 0, "weight_decay": 0, "warmup_epochs": 0, "num_sanity_val_steps": 0, "dropout": 0}
+MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout")
 # A change of these would make the saved state, or the position within the epoch, meaningless.
 FIXED_ON_RESUME = ("seed", "dataset", "effective_batch_size", "micro_batch_size", "limit_train_batches", "width",
                    "dropout")  # fmt: skip
@@ -148,10 +147,8 @@ def problems(config: TrainConfig | TestConfig) -> list[str]:
     found = []
     for name, value in vars(config).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if name in AT_LEAST and not AT_LEAST[name] <= value < math.inf:
-                found.append(f"--{name} {value}: must be {AT_LEAST[name]} or more")
-            elif name not in AT_LEAST and not 0 < value < math.inf:
-                found.append(f"--{name} {value}: must be more than 0")
+            if not (0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)):
+                found.append(f"--{name} {value}: must be {'0 or more' if name in MAY_BE_ZERO else 'more than 0'}")
             if isinstance(value, float) and name.startswith("limit_") and value > 1:
                 found.append(f"--{name} {value}: a fraction must be at most 1.0, a count has no decimal point")
         elif value == () or (value == "" and name not in ("comment", "project")):
@@ -193,13 +190,8 @@ def parse(cls: type, args: list[str], source: str = ""):
 
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
     parser = Parser(allow_abbrev=False)
-    parser._negative_number_matcher = re.compile(r"^-(\d+|\d*\.\d+|\d+\.)([eE][-+]?\d+)?$")  # argparse: no exponent
     parser.add_arguments(cls, dest="config")
-    config = parser.parse_args(args).config
-    for name, value in vars(config).items():
-        if value in ((None,), [None]):  # `--config_path None`: a list's items are read one by one
-            object.__setattr__(config, name, None)
-    return config
+    return parser.parse_args(args).config
 
 
 def file_args(path: Path, option: str) -> list[str]:
@@ -211,17 +203,14 @@ def file_args(path: Path, option: str) -> list[str]:
         fail(f"{option}: cannot read {path}: {error}")
     if not isinstance(content, dict):
         fail(f"{option} {path}: expected lines of `option: value`")
-    types, args = {f.name: f.type for f in fields(TrainConfig) if f.name != "config_path"}, []
+    types, args = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "config_path"}, []
     for name, value in content.items():
         if name not in types:
-            close = difflib.get_close_matches(name, types, 1)
-            fail(f"{option} {path}: unknown option {name!r}" + (f", did you mean {close[0]!r}?" if close else ""))
-        if value in ("null", "~", "None") or (value == "" and types[name] is not str):
+            fail(f"{option} {path}: unknown option {name!r}")
+        if value in ("null", "~") or (value == "" and types[name] != str(str)):
             value = "None"
-        is_list = "tuple" in str(types[name])  # of plain values
-        if not isinstance(value, (str, list) if is_list else str) or not all(isinstance(item, str) for item in value):
-            fail(f"{option} {path}: {name}: {value!r} given, expected {'values' if is_list else 'one value'}")
-        args += [f"--{name}", *value] if isinstance(value, list) else [f"--{name}={value}"]
+        is_list = isinstance(value, list) and "tuple" in types[name]  # else the parser refuses it
+        args += [f"--{name}", *map(str, value)] if is_list else [f"--{name}={value}"]
     parse(TrainConfig, args, source=f"{option} {path}: ")
     return args
 
@@ -240,11 +229,10 @@ def runs_named(name: str, root_dir: str) -> list[Path]:
     """The runs whose directory is `name` behind a timestamp, the oldest first."""
     base, runs = Path(root_dir) / name, []
     for file in base.parent.glob("*/config.yaml"):
-        match = re.fullmatch(r"\d{8}-\d{6}-(.*?)(-\d+)?", file.parent.name)
-        if match and match[2]:  # "x-1" is the second x of a second, or the first x-1: its config knows
-            own = re.search(rf"""^out_dir: ['"]?(.*/)?{re.escape(base.name)}['"]?$""", file.read_text(), re.MULTILINE)
-            runs += [file.parent] if own and match[1] in base.name else []
-        elif match and match[1] == base.name:
+        match = re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}(-\d+)?", file.parent.name)
+        # "x-1" is the second x of a second, or the first x-1: its config knows
+        own = rf"^out_dir: .*?{re.escape(base.name)}\W*$"
+        if match and (not match[1] or re.search(own, file.read_text(errors="replace"), re.MULTILINE)):
             runs.append(file.parent)
     return sorted(runs, key=lambda run: (run.name[:15], len(run.name), run.name))
 
