@@ -231,7 +231,7 @@ def test_resume_with_a_value_that_is_not_allowed(tmp_path: Path):
 
 LATE = {
     "train.py --effective_batch_size 63 --devices 2": ["--effective_batch_size", "62", "64"],
-    "train.py --effective_batch_size 64 --micro_batch_size 24": ["--effective_batch_size 64", "micro_batch_size", "48 or 72"],
+    "train.py --effective_batch_size 64 --micro_batch_size 24": ["micro_batch_size", "48 or 72"],
     "train.py --effective_batch_size 2000": ["--effective_batch_size", "1217"],
     "train.py --monitor val/f1": ["--monitor", "val/accuracy"],
     "train.py --strategy telepathy": ["--strategy", "telepathy"],
