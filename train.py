@@ -74,7 +74,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     train_set, val_set = datasets["train"], datasets["val"]
-    stop = utils.Stopper(fabric, config.timeout)
+    run_dir, stop = resume_dir, utils.Stopper(fabric, config.timeout)
+    utils.explain_failures(fabric, config, lambda: run_dir)
 
     # ---- what follows from the config
     batch_size, seed = config.effective_batch_size, config.seed
@@ -139,13 +140,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         if is_over and (resume_dir / "model.pt").exists():
             fabric.print(f"nothing to do: {resume_dir} is finished, after {state['step']} steps")
             return 0
-    run_dir = resume_dir or (None if config.fast_run else utils.make_run_dir(fabric, config))
-    utils.explain_failures(fabric, config, run_dir)
+        utils.start_run_dir(fabric, config, resume_dir)
+    elif not config.fast_run:
+        run_dir = utils.make_run_dir(fabric, config, state)
     if run_dir and fabric.is_global_zero:
-        utils.start_run_dir(fabric, config, run_dir)
         fabric.loggers.extend(utils.build_loggers(config, run_dir, state["logged_step"] - 1))
-    if run_dir and state["step"] == 0:  # a run can be resumed from its first moment on
-        utils.save_checkpoint(fabric, run_dir, state)
     if state["row"]:
         utils.log(fabric, state["row"], state["logged_step"])  # a kill may have come between checkpoint and log
     fabric.print(

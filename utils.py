@@ -6,7 +6,6 @@ import csv
 import ctypes
 import fcntl
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -67,7 +66,6 @@ def launch(fabric: Fabric, function, **arguments) -> int:
         "LOCAL_RANK" in os.environ and sys.platform == "linux"
     ):  # launched: do not outlive the launcher (PR_SET_PDEATHSIG)
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
-    fabric.strategy._timeout = timedelta(seconds=getattr(arguments["config"], "timeout", 300))
     run = partial(function, **arguments)  # Fabric would look into arguments of its own, and refuses a frozen config
     # `fabric run` has started the processes already and forbids to launch.
     code = run(fabric) if os.environ.get("LT_CLI_USED") else fabric.launch(run)
@@ -137,24 +135,35 @@ def atomically(path: Path, mode: str = "w"):
             beside.unlink(missing_ok=True)
 
 
-def make_run_dir(fabric: Fabric, config) -> Path:
-    """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir; named once, by rank 0, after the launch. -1, -2, ... where taken."""
-    base = Path(config.root_dir) / config.out_dir
-    first = run_dir = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
-    for attempt in itertools.count(1) if fabric.is_global_zero else ():
-        try:
-            run_dir.mkdir(parents=True)
-            break
-        except FileExistsError:
-            run_dir = first.with_name(f"{first.name}-{attempt}")
-        except OSError as error:
-            fail(f"--root_dir {config.root_dir} --out_dir {config.out_dir}: cannot make {run_dir}: {error.strerror}")
+def make_run_dir(fabric: Fabric, config, state: dict) -> Path:
+    """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir; named once, by rank 0, after the launch. -1, -2, ... where taken.
+
+    All that a resume needs is written under a hidden name first: a run directory is whole from its first moment on."""
+    base, now = Path(config.root_dir) / config.out_dir, time.strftime("%Y%m%d-%H%M%S")
+    hidden = fabric.broadcast(base.with_name(f".{now}-{base.name}-{platform.node()}-{os.getpid()}"))
+    run_dir, attempt = base.with_name(f"{now}-{base.name}"), 0
+    try:
+        if fabric.is_global_zero:
+            hidden.mkdir(parents=True)
+        start_run_dir(fabric, config, hidden)
+        save_checkpoint(fabric, hidden, state)
+        while fabric.is_global_zero and hidden.exists():
+            try:
+                run_dir.mkdir()  # to rename over: this much must not be somebody else's
+                hidden.rename(run_dir)
+            except FileExistsError:
+                run_dir, attempt = base.with_name(f"{now}-{base.name}-{attempt + 1}"), attempt + 1
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        fail(f"--root_dir {config.root_dir} --out_dir {config.out_dir}: cannot make {run_dir}: {error.strerror}")
     return fabric.broadcast(run_dir)
 
 
 def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
     """Takes the run for this process, or ends with one line that says who has it. Writes config.yaml, and into
     provenance/ what it takes to know later how this start of the run came about."""
+    if not fabric.is_global_zero:
+        return
     fabric.lock = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held until the process ends, however it ends
     try:
         fcntl.lockf(fabric.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -382,7 +391,9 @@ class Stopper:
         self.signal, self.world_size = 0, fabric.world_size
         self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since they last asked
         if self.world_size > 1:  # on the CPU, so that asking never waits for a GPU
-            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self.group = torch.distributed.new_group(backend="gloo")
+            for group in (self.group, torch.distributed.group.WORLD):  # Fabric's own, too, which waits for 30 minutes
+                torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.receive)
 
@@ -406,7 +417,7 @@ class Stopper:
         return self.signal > 0
 
 
-def explain_failures(fabric: Fabric, config, run_dir: Path | None) -> None:
+def explain_failures(fabric: Fabric, config, get_run_dir) -> None:
     """From here on an exception ends the process with a last line: what happened, what is safe, what to do.
 
     The first rank that fails leaves its words in error.txt; the others, which then lose contact to it, repeat them.
@@ -427,7 +438,7 @@ def explain_failures(fabric: Fabric, config, run_dir: Path | None) -> None:
             text = f"another process died, or did not answer for --timeout {config.timeout:g} seconds; {text}"
         elif not isinstance(cause, OSError):
             sys.__excepthook__(kind, error, trace)
-        if run_dir:
+        if run_dir := get_run_dir():
             text += f"; the checkpoints in {run_dir} are whole, go on with: python train.py --resume {run_dir}"
             first = run_dir / "error.txt"
             with suppress(OSError):

@@ -1,6 +1,9 @@
 """The tests run the real scripts in real processes. What they share is here."""
 
+import csv
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -15,13 +19,22 @@ sys.path.insert(0, str(REPO))
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
+# 30 epochs of 8 steps, saved every second step, two micro-batches a step. The exponential schedule does not depend on
+# the number of epochs, so that an extended run can be compared with one that was long from the start.
+LONG = (
+    "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
+    "--width 4 --micro_batch_size 32 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
+)
+ON_2 = "--devices 2 --strategy ddp"
+PREEMPTED = 75
 
-def start(command: str, cwd: Path, **env: str) -> subprocess.Popen:
+
+def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.Popen:
     """Starts `train.py ...` or `test.py ...` in `cwd`, as the leader of a process group of its own."""
     script, _, options = command.partition(" ")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
     return subprocess.Popen(
-        [sys.executable, str(REPO / script), *options.split()],
+        [sys.executable, *([str(repo / script)] if script.endswith(".py") else ["-m", script]), *options.split()],
         cwd=cwd,
         env=clean | {"OMP_NUM_THREADS": "1"} | env,
         stdout=subprocess.PIPE,
@@ -56,6 +69,100 @@ def wait_for(condition, seconds: float = 120):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
     return value
+
+
+def interrupt(command: str, cwd: Path, stop, after: int = 16) -> subprocess.CompletedProcess:
+    """Starts the command and calls stop(process) once a checkpoint of the middle of an epoch is there."""
+    process = start(command, cwd)
+    try:
+        wait_for(lambda: process.poll() is not None or (newest(cwd) > after and newest(cwd) % 8 in (2, 4)))
+        assert process.poll() is None, process.communicate()
+        stop(process)
+        out, err = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            kill_group(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def terminate(process: subprocess.Popen) -> None:
+    process.terminate()
+
+
+def terminate_group(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+
+
+def terminate_rank_1(process: subprocess.Popen) -> None:
+    (rank_1,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(rank_1), signal.SIGTERM)
+
+
+def newest(cwd: Path) -> int:
+    """The step of the newest checkpoint, 0 if there is none."""
+    return max((int(path.stem[5:]) for path in cwd.glob("*/checkpoints/step-*.ckpt")), default=0)
+
+
+def assert_stopped_and_saved(done: subprocess.CompletedProcess, cwd: Path) -> None:
+    """The run says that it was stopped, after which step, and how to go on; and has a checkpoint of that step."""
+    assert done.returncode == PREEMPTED, done.stderr
+    step = int(re.search(r"stopped by a signal after (?:step )?(\d+)", done.stdout)[1])
+    assert step == newest(cwd) < 240
+    assert f"--resume {run_dir(cwd).name}" in done.stdout
+    assert not (run_dir(cwd) / "model.pt").exists()
+    assert "Traceback" not in done.stderr
+
+
+def weights(cwd: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run_dir(cwd) / "model.pt", weights_only=True)
+
+
+def history(cwd: Path) -> list[dict]:
+    """The rows of metrics.csv without what is measured in seconds."""
+    with open(run_dir(cwd) / "logs" / "csv" / "metrics.csv", newline="") as file:
+        return [
+            {k: v for k, v in row.items() if k not in ("samples_per_second", "data_wait")}
+            for row in csv.DictReader(file)
+        ]
+
+
+def assert_same_run(cwd: Path, other: Path) -> None:
+    """Weights equal in every bit, and logs in every digit."""
+    torch.testing.assert_close(weights(cwd), weights(other), atol=0, rtol=0)
+    assert history(cwd) == history(other)
+
+
+def snapshot(cwd: Path) -> dict:
+    """Contents and times of all files."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cwd.rglob("*") if path.is_file()}
+
+
+def copied(cwd: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(cwd, tmp_path / "copy"))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Where a run was never interrupted. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("whole")
+    run(LONG, cwd)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """Where a run was killed in the middle of an epoch. To be copied."""
+    cwd = tmp_path_factory.mktemp("killed")
+    assert interrupt(LONG, cwd, kill_group).returncode == -signal.SIGKILL
+    return cwd
 
 
 @pytest.fixture(scope="module")
