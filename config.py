@@ -256,9 +256,12 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"), reverse=True) + sorted(folder.glob("best.ckpt"))
 
 
-def read_config(run_dir: Path) -> TrainConfig:
-    """The config that a run was trained with."""
-    return parse(TrainConfig, file_args(run_dir / "config.yaml", "config of the run"))
+def read_config(run_dir: Path) -> tuple[TrainConfig, list[str]]:
+    """The config that a run was trained with, and the same as command-line arguments."""
+    args = file_args(run_dir / "config.yaml", "config of the run")
+    if missing := [name for name in FIXED_ON_RESUME if not any(arg.startswith(f"--{name}=") for arg in args)]:
+        fail(f"config of the run {run_dir / 'config.yaml'}: is damaged, it lacks {', '.join(missing)}")
+    return parse(TrainConfig, args), args
 
 
 def parse_train() -> tuple[TrainConfig, Path | None]:
@@ -280,7 +283,8 @@ def parse_train() -> tuple[TrainConfig, Path | None]:
         if not checkpoints_of(run_dir):
             fail(f"--resume {config.resume}: {run_dir} has no checkpoint to go on from")
     if run_dir:
-        before, config = read_config(run_dir), parse(TrainConfig, file_args(run_dir / "config.yaml", "--resume") + args)
+        before, own_args = read_config(run_dir)
+        config = parse(TrainConfig, own_args + args)
         for name, old in vars(before).items():
             if name in ("resume", "config_path") or (new := getattr(config, name)) == old:
                 continue

@@ -104,7 +104,7 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
 
 def main(config: TestConfig, run_dir: Path) -> int:
     """Finds every mistake of the user before anything is launched, then evaluates. Returns the exit code."""
-    trained = read_config(run_dir)
+    trained, _ = read_config(run_dir)
     fabric = utils.build_fabric(replace(config, precision=config.precision or trained.precision))
     known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": utils.checkpoints_of(run_dir)}
     path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), None)

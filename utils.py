@@ -394,12 +394,15 @@ class Stopper:
             self.group = torch.distributed.new_group(backend="gloo")
             for group in (self.group, torch.distributed.group.WORLD):  # Fabric's own, too, which waits for 30 minutes
                 torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+        self.handle(self.receive)
+
+    def handle(self, handler) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.receive)
+            signal.signal(number, handler)
 
     def receive(self, number: int, frame) -> None:
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        self.handle(signal.SIG_DFL)
 
     def __call__(self) -> bool:
         """To be asked once a step, by all ranks."""

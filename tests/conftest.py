@@ -27,6 +27,7 @@ LONG = (
 )
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
+TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 
 
 def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.Popen:
@@ -34,7 +35,7 @@ def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.
     script, _, options = command.partition(" ")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
     return subprocess.Popen(
-        [sys.executable, *([str(repo / script)] if script.endswith(".py") else ["-m", script]), *options.split()],
+        [sys.executable, str(repo / script), *options.split()],
         cwd=cwd,
         env=clean | {"OMP_NUM_THREADS": "1"} | env,
         stdout=subprocess.PIPE,

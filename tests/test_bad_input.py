@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import run
 
+from config import TrainConfig, to_yaml
+
 
 def files(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
@@ -23,7 +25,10 @@ def refused(command: str, cwd: Path, *texts: str) -> None:
     assert files(cwd) == before
 
 
-def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | None = "seed: 42\n", checkpoint=True):
+CONFIG = to_yaml(TrainConfig())
+
+
+def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | None = CONFIG, checkpoint=True):
     """A run directory as train.py leaves it, as far as is looked at before a checkpoint is read."""
     folder = cwd / name / "checkpoints"
     folder.mkdir(parents=True)
@@ -195,8 +200,16 @@ def test_run_that_is_ambiguous(script: str, tmp_path: Path):
 
 
 def test_resume_with_a_damaged_config(tmp_path: Path):
-    make_run(tmp_path, config="seed: many\n")
+    make_run(tmp_path, config=CONFIG.replace("seed: 42", "seed: many"))
     refused("train.py --resume train_out", tmp_path, "config.yaml", "--seed")
+
+
+@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
+@pytest.mark.parametrize("length", [0, CONFIG.index("width")])
+def test_run_with_a_truncated_config(script: str, length: int, tmp_path: Path):
+    """Its options would be taken for the defaults."""
+    make_run(tmp_path, config=CONFIG[:length])
+    refused(f"{script} train_out", tmp_path, "config.yaml", "damaged")
 
 
 def test_resume_without_a_checkpoint(tmp_path: Path):

@@ -214,11 +214,11 @@ def test_config_written_and_read_is_the_same(changed: dict, train):
 
 
 def make_run(
-    name: str, unfinished: bool = True, checkpoint: str | None = "step-00000004.ckpt", config: str = ""
+    name: str, unfinished: bool = True, checkpoint: str | None = "step-00000004.ckpt", config: dict | None = None
 ) -> Path:
     folder = Path(name)
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text(config or f"out_dir: {folder.name[16:]}\n")
+    (folder / "config.yaml").write_text(to_yaml(TrainConfig(**({"out_dir": folder.name[16:]} | (config or {})))))
     if checkpoint:
         (folder / "checkpoints" / checkpoint).touch()
     if not unfinished:
@@ -250,7 +250,7 @@ def test_resume_auto_starts_a_new_run_where_all_are_finished(train):
 
 def test_resume_auto_knows_the_order_of_runs_of_the_same_second(train):
     for suffix in ("", *(f"-{number}" for number in range(1, 11))):
-        make_run(f"20260101-000000-train_out{suffix}", config="out_dir: train_out\n")
+        make_run(f"20260101-000000-train_out{suffix}", config={"out_dir": "train_out"})
     assert train("--resume auto")[1] == Path("20260101-000000-train_out-10")
 
 
@@ -263,7 +263,7 @@ def test_resume_auto_leaves_a_run_of_a_similar_name_alone(train):
 
 def test_resume_takes_the_options_of_the_run(train):
     """Nothing has to be typed again; what is typed wins."""
-    make_run("20260101-000000-x", config="out_dir: x\nepochs: 7\ngamma: 0.5\neffective_batch_size: 32\n")
+    make_run("20260101-000000-x", config={"epochs": 7, "gamma": 0.5, "effective_batch_size": 32})
     Path("file.yaml").write_text("gamma: 0.25\nepochs: 8\n")
     for name in ("x", "20260101-000000-x"):
         config, run_dir = train(f"--resume {name} --config_path file.yaml --epochs 9")

@@ -20,6 +20,7 @@ from conftest import (
     ON_2,
     PREEMPTED,
     REPO,
+    TORCHRUN,
     assert_same_run,
     copied,
     interrupt,
@@ -124,7 +125,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_nothing_behind(killed, tmp_
 
 
 def test_torchrun_passes_a_signal_on_and_the_run_is_saved(tmp_path):
-    process = start(f"torch.distributed.run --nproc_per_node 2 {REPO / SLOW}", tmp_path)
+    process = start(f"{TORCHRUN} {REPO / SLOW}", tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
     process.terminate()
     output, _ = process.communicate(timeout=60)
@@ -134,7 +135,7 @@ def test_torchrun_passes_a_signal_on_and_the_run_is_saved(tmp_path):
 
 def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(whole, tmp_path):
     process = start(
-        f"torch.distributed.run --nproc_per_node 2 --max-restarts 2 --monitor-interval 0.1 {REPO / LONG} --resume auto",
+        f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {REPO / LONG} --resume auto",
         tmp_path,
     )
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)

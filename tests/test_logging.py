@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, SMALL, run, run_dir, start, wait_for
+from conftest import REPO, SMALL, kill_group, run, run_dir, start, wait_for
 
 LONG = (
     "train.py --accelerator cpu --epochs 20 --limit_train_batches 8 --limit_val_batches 2 --width 4 "
@@ -181,18 +181,19 @@ def test_wandb_offline_says_how_to_upload(offline):
     assert f"wandb sync {folder.relative_to(offline[1].parent)}" in offline[0]
 
 
-def test_a_resumed_wandb_run_keeps_its_id(offline, tmp_path):
+def test_a_killed_and_resumed_wandb_run_has_each_step_once_and_keeps_its_id(offline, tmp_path):
     cwd = tmp_path
-    process = start(f"{LONG} --logger_name wandb", cwd, HOME=str(cwd))
-    wait_for(lambda: process.poll() is not None or any(cwd.glob("*/checkpoints/step-*2.ckpt")))
-    process.terminate()
+    process = start(f"{LONG} --logger_name csv wandb", cwd, HOME=str(cwd))
+    wait_for(lambda: process.poll() is not None or any(cwd.glob("2*/checkpoints/step-*2.ckpt")))
+    kill_group(process)
     process.communicate()
-    assert process.returncode == 75
     run("train.py --resume auto", cwd, HOME=str(cwd))
-    paths = sorted(run_dir(cwd).glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    assert [path.name for path in paths] == 2 * [f"run-{run_dir(cwd).name}.wandb"]
-    history = [values(r.history.item)["_step"] for path in paths for r in wandb_records(path) if r.HasField("history")]
-    assert history == list(range(2, 161, 2))
+    (path,) = run_dir(cwd).glob("logs/wandb/offline-run-*/*.wandb")
+    assert path.name == f"run-{run_dir(cwd).name}.wandb"
+    history = [values(record.history.item) for record in wandb_records(path) if record.HasField("history")]
+    assert [row["_step"] for row in history] == steps(run_dir(cwd)) == list(range(2, 161, 2))
+    for row, other in zip(history, rows(run_dir(cwd)), strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-12)
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
