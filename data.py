@@ -65,15 +65,8 @@ def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Data
 
 
 class ImageDataset(Dataset):
-    """Images in memory, served a batch at a time.
-
-    Args:
-        images: (samples, channels, height, width).
-        targets: Class numbers, (samples,).
-        shift: Largest shift in pixels, drawn per sample and epoch for each direction. Default 0.
-        seed: Seed of the shifts. Default 0.
-        num_classes: Number of classes. Default 10.
-    """
+    """Images in memory, (samples, channels, height, width), and their class numbers, (samples,), served a batch at a
+    time. Each image is shifted by up to `shift` pixels in each direction, drawn per sample and epoch from `seed`."""
 
     def __init__(self, images: Tensor, targets: Tensor, shift: int = 0, seed: int = 0, num_classes: int = 10):
         self.targets, self.shift, self.seed, self.num_classes = targets, shift, seed, num_classes

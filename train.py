@@ -106,7 +106,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     with fabric.init_module():
         net = build_model(config, train_set)
     if config.summary and fabric.is_global_zero:
-        utils.print_summary(net, next(iter(val_loader))[0][:1])
+        import torchinfo
+
+        inputs = next(iter(val_loader))[0][:1].to(next(net.parameters()).dtype)
+        print(torchinfo.summary(net, input_data=inputs, col_names=("output_size", "num_params"), verbose=0))
     fused = device.type in ("cpu", "cuda") and config.precision not in ("16-mixed", "16")  # it could not be clipped
     optimizer = torch.optim.AdamW(net.parameters(), lr=peak_lr, weight_decay=config.weight_decay, fused=fused)
     model, optimizer = fabric.setup(torch.compile(net) if config.compile else net, optimizer)
@@ -244,20 +247,21 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         profiler.stop()
 
     # ---- the end
-    step, is_finished = state["step"], state["step"] >= total_steps or state["bad_epochs"] >= patience
+    is_finished = state["step"] >= total_steps or state["bad_epochs"] >= patience
     for logger in fabric.loggers:
         logger.finalize("success")
     if run_dir and is_finished:
         utils.save_weights(fabric, run_dir, net)
-    fabric.print(f"{'finished' if is_finished else 'stopped by a signal'} after {step} of {total_steps} steps")
-    if state["best"] is not None:
-        fabric.print(f"best {config.monitor} {state['best']:.5g} at step {state['best_step']}")
-    if train_seconds:
-        speed = (state["logged_step"] - first_step) * batch_size / train_seconds
-        fabric.print(f"{train_seconds:.1f} s of training, {speed:.0f} samples per second")
+    speed = (state["logged_step"] - first_step) * batch_size / max(train_seconds, 1e-9)
+    best = math.nan if state["best"] is None else state["best"]
+    fabric.print(
+        f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps\n"
+        f"best {config.monitor} {best:.5g} at step {state['best_step']}\n"
+        f"{train_seconds:.1f} s of training, {speed:.0f} samples per second"
+    )
     if run_dir:
-        fabric.print(f"run directory {run_dir}")
-        fabric.print(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run_dir}")
+        next_command = "test.py --out_dir" if is_finished else "train.py --resume"
+        fabric.print(f"run directory {run_dir}\nnext: python {next_command} {run_dir}")
     return 0 if is_finished else utils.PREEMPTED
 
 

@@ -1,7 +1,6 @@
 """What nobody edits: devices, run directory, loggers, checkpoints, signals, failures, scaling rules. Nothing here knows
 the loss, the batch or a metric."""
 
-import copy
 import csv
 import ctypes
 import fcntl
@@ -62,9 +61,7 @@ def build_fabric(config) -> Fabric:
 def launch(fabric: Fabric, function, **arguments) -> int:
     """Calls function(fabric, **arguments) in every process. Returns its exit code, 0 on all ranks but the first: a
     launcher that sees another rank fail would kill rank 0 before it is through."""
-    if (
-        "LOCAL_RANK" in os.environ and sys.platform == "linux"
-    ):  # launched: do not outlive the launcher (PR_SET_PDEATHSIG)
+    if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
     run = partial(function, **arguments)  # Fabric would look into arguments of its own, and refuses a frozen config
     # `fabric run` has started the processes already and forbids to launch.
@@ -153,9 +150,9 @@ def make_run_dir(fabric: Fabric, config, state: dict) -> Path:
                 hidden.rename(run_dir)
             except FileExistsError:
                 run_dir, attempt = base.with_name(f"{now}-{base.name}-{attempt + 1}"), attempt + 1
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch turns an error of the file system into a RuntimeError
         shutil.rmtree(hidden, ignore_errors=True)
-        fail(f"--root_dir {config.root_dir} --out_dir {config.out_dir}: cannot make {run_dir}: {error.strerror}")
+        fail(f"--root_dir {config.root_dir} --out_dir {config.out_dir}: cannot make {run_dir}: {error}")
     return fabric.broadcast(run_dir)
 
 
@@ -475,14 +472,6 @@ def build_profiler(run_dir: Path | None, steps: int) -> torch.profiler.profile:
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
     profiler.start()
     return profiler
-
-
-def print_summary(net: torch.nn.Module, inputs: torch.Tensor) -> None:
-    """Prints the layers, their output sizes and parameters."""
-    import torchinfo
-
-    copied = copy.deepcopy(net).float()
-    print(torchinfo.summary(copied, input_data=inputs.float(), col_names=("output_size", "num_params"), verbose=0))
 
 
 def format_row(values) -> str:
