@@ -128,7 +128,13 @@ DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision"
 
 def is_rank_zero() -> bool:
     """Whether this is rank 0, as far as the environment tells before Fabric is there."""
-    return not int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)
+    # SLURM_PROCID comes last: it is 0 in a job's shell, so also in all that Fabric launches from there.
+    return not int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def srun_tasks() -> int:
+    """How many processes srun has started for this run; 1 without srun, also in the shell of a Slurm job."""
+    return 1 if "LOCAL_WORLD_SIZE" in os.environ else int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -216,12 +222,15 @@ def file_args(path: Path, option: str) -> list[str]:
 
 
 def launcher_args() -> list[str]:
-    """What `fabric run` and torchrun say about the devices: they have started the processes already, and Fabric by
-    itself would take each process of torchrun on a CPU for a run of its own."""
+    """What `fabric run`, torchrun and srun say about the devices: they have started the processes already, and Fabric
+    by itself would take each process of torchrun or srun on a CPU for a run of its own."""
     asked = {name: os.environ.get(f"LT_{name.upper()}") for name in DEVICE_OPTIONS}
     if "LOCAL_WORLD_SIZE" in os.environ:
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         asked |= {"devices": asked["devices"] or str(local), "num_nodes": str(world // local)}
+    elif (tasks := srun_tasks()) > 1:
+        nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+        asked |= {"devices": str(tasks // nodes), "num_nodes": str(nodes)}
     return [f"--{name}={value}" for name, value in asked.items() if value]
 
 

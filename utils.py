@@ -26,9 +26,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import find_usable_cuda_devices
 from lightning.fabric.loggers import Logger, TensorBoardLogger
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from config import DEVICE_OPTIONS, checkpoints_of, fail, to_yaml
+from config import DEVICE_OPTIONS, checkpoints_of, fail, srun_tasks, to_yaml
 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
 
@@ -49,11 +50,17 @@ def build_fabric(config) -> Fabric:
             if "IDLE_DEVICES" not in os.environ:  # the processes that Fabric launches must not search again
                 os.environ["IDLE_DEVICES"] = ",".join(map(str, find_usable_cuda_devices(int(config.devices[5:]))))
             options["devices"] = os.environ["IDLE_DEVICES"] + ","  # "3," is device 3, "3" would be three devices
-        fabric = Fabric(**options, plugins=[AtomicCheckpointIO()])
+        plugins = [AtomicCheckpointIO()]
+        if "SLURM_JOB_ID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+            # Fabric goes by the job's name and size, not by what srun has started: in a job's shell it would wait for
+            # ranks that nobody starts, and a job named `interactive` would start each rank several times.
+            plugins.append(SLURMEnvironment() if srun_tasks() > 1 else LightningEnvironment())
+        fabric = Fabric(**options, plugins=plugins)
     except Exception as error:  # ValueError, RuntimeError, ImportError, MisconfigurationException, ...
         fail(f"{asked}: {error}")
-    if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
-        fail(f"{asked}: means {fabric.world_size} processes, but the launcher has started {started}")
+    meant = getattr(fabric.strategy, "num_processes", 1) * config.num_nodes
+    if (started := int(os.environ.get("WORLD_SIZE") or (srun_tasks() if srun_tasks() > 1 else meant))) != meant:
+        fail(f"{asked}: means {meant} processes, but the launcher has started {started}")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     return fabric
 
@@ -268,13 +275,20 @@ class WandbLogger(Logger):
 
     def log_metrics(self, metrics: dict, step: int) -> None:
         self.history.log_metrics(metrics, step)
-        self.run.log(metrics, step=step)
+        self.safely(self.run.log, metrics, step=step)
 
     def log_hyperparams(self, params: dict) -> None:
-        self.run.config.update(params, allow_val_change=True)
+        self.safely(self.run.config.update, params, allow_val_change=True)
+
+    def safely(self, function, *args, **options) -> None:
+        """A signal to all processes ends wandb's own, too: that must not keep this one from saving."""
+        try:
+            function(*args, **options)
+        except Exception as error:
+            print(f"wandb is gone: {error}", file=sys.stderr)
 
     def finalize(self, status: str) -> None:
-        self.run.finish()
+        self.safely(self.run.finish)
         if self.run.offline:
             print(f"wandb was offline; to upload: wandb sync {Path(self.run.dir).parent}")
 
