@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchmetrics import Metric, MetricCollection
@@ -43,6 +44,25 @@ class Predictions(Metric):
 
     def compute(self) -> Tensor:
         return self.rows
+
+
+def draw(confusion: Tensor) -> Image.Image:
+    """A picture of the confusion matrix, (classes, classes): targets downwards, predictions to the right. (With Pillow:
+    where matplotlib is installed, torchmetrics imports it at each start.)"""
+    cell, font = 44, ImageFont.load_default(15)
+    picture = Image.new("RGB", [cell * (len(confusion) + 2)] * 2, "white")
+    pen = ImageDraw.Draw(picture)
+    pen.text((2 * cell, cell // 3), "prediction", "black", font)
+    pen.text((4, 2 * cell), "target", "black", font)
+    for i, row in enumerate(confusion.tolist()):
+        for x, y in ((i + 2, 1.3), (1.5, i + 2)):
+            pen.text((cell * (x + 0.3), cell * (y + 0.3)), str(i), "black", font)
+        for j, count in enumerate(row):
+            corner, share = (cell * (j + 2), cell * (i + 2)), count / max(1, sum(row))
+            shade = (int(255 - 220 * share), int(255 - 150 * share), 255)
+            pen.rectangle([*corner, corner[0] + cell, corner[1] + cell], fill=shade, outline="lightgray")
+            pen.text((corner[0] + cell / 2, corner[1] + cell / 2), str(count), "black", font, anchor="mm")
+    return picture
 
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, run_dir: Path, path: Path) -> int:
@@ -86,18 +106,11 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     print(utils.format_row(["all", report["num_samples"], report["accuracy"]]), f"\n\nloss {report['loss']:.5g}")
     print(f"results {run_dir / 'test_results.json'}")
     if config.predictions:
-        from matplotlib import pyplot as plt
-        from sklearn.metrics import ConfusionMatrixDisplay
-
-        with open(run_dir / "predictions.csv", "w", newline="") as file:
+        with utils.atomically(run_dir / "predictions.csv") as file:
             writer = csv.writer(file)
             writer.writerow(["sample", "target", "prediction", "confidence"])
-            writer.writerows(
-                zip(range(len(rows)), targets.tolist(), predictions.tolist(), rows[:, 2].tolist(), strict=True)
-            )
-        figure, axes = plt.subplots(figsize=(7, 6), layout="constrained")
-        ConfusionMatrixDisplay(confusion.numpy()).plot(ax=axes, cmap="Blues")
-        figure.savefig(run_dir / "confusion_matrix.png", dpi=100)
+            writer.writerows(zip(range(len(rows)), *rows.long().T[:2].tolist(), rows[:, 2].tolist(), strict=True))
+        draw(confusion).save(run_dir / "confusion_matrix.png")
         print(f"predictions {run_dir / 'predictions.csv'}, {run_dir / 'confusion_matrix.png'}")
     return 0
 

@@ -4,7 +4,6 @@ the loss, the batch or a metric."""
 import csv
 import ctypes
 import fcntl
-import importlib.metadata
 import json
 import math
 import os
@@ -197,7 +196,9 @@ def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
         "platform": platform.platform(),
         "devices": f"{fabric.world_size} x {fabric.device.type}",
         "python": platform.python_version(),
-        "packages": dict(sorted((dist.metadata["Name"], dist.version) for dist in importlib.metadata.distributions())),
+        "packages": dict(
+            sorted(info.stem.split("-", 1) for path in sys.path for info in Path(path).glob("*.dist-info"))
+        ),
     }
     texts = {start.with_suffix(".json"): json.dumps(facts, indent=2) + "\n", start.with_suffix(".diff"): found["diff"]}
     for path, text in (texts | {run_dir / "config.yaml": to_yaml(config)}).items():

@@ -1,0 +1,180 @@
+"""What one would use instead of the template, each in its own usual way: `python peers.py PEER WORK DATA EPOCHS`.
+
+Prints a line with the mean loss at the end of each epoch. PEER-batched gets its batches from the template's data.py.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from works import WORKS, build  # noqa: E402
+
+import data  # noqa: E402
+
+LOG_EVERY = 50
+
+
+def report(epoch: int, loss: float) -> None:
+    print(f"epoch {epoch} loss {loss:.5f}", flush=True)
+
+
+class Log:
+    """The running loss, read every 50 steps as in the template."""
+
+    def __init__(self):
+        self.sum, self.steps, self.last = torch.zeros(()), 0, 0.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.sum += loss.detach()
+        self.steps += 1
+        if self.steps % LOG_EVERY == 0:
+            self.last = self.sum.item() / LOG_EVERY
+            self.sum.zero_()
+
+
+def raw(model, optimizer, loader, epochs):
+    log = Log()
+    for epoch in range(1, epochs + 1):
+        for images, targets in loader:
+            loss = F.cross_entropy(model(images), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.add(loss)
+        report(epoch, log.last)
+
+
+def limit(model, optimizer, images, targets, batch_size, epochs):
+    """The least that a loop can do: no DataLoader, tensors in memory."""
+    log = Log()
+    for epoch in range(1, epochs + 1):
+        order = torch.randperm(len(images))
+        for start in range(0, len(images) - batch_size + 1, batch_size):
+            index = order[start : start + batch_size]
+            loss = F.cross_entropy(model(images[index]), targets[index])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.add(loss)
+        report(epoch, log.last)
+
+
+def lightning(model, optimizer, loader, epochs):
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.losses = model, Log()
+
+        def training_step(self, batch, index):
+            images, targets = batch
+            loss = F.cross_entropy(self.model(images), targets)
+            self.log("train/loss", loss)
+            self.losses.add(loss)
+            return loss
+
+        def on_train_epoch_end(self):
+            report(self.current_epoch + 1, self.losses.last)
+
+        def configure_optimizers(self):
+            return optimizer
+
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    logger = L.pytorch.loggers.CSVLogger("logs")
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", logger=logger, log_every_n_steps=LOG_EVERY, **quiet)
+    trainer.fit(Module(), loader)
+
+
+def accelerate(model, optimizer, loader, epochs):
+    from accelerate import Accelerator
+
+    accelerator, log = Accelerator(cpu=True), Log()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(1, epochs + 1):
+        for images, targets in loader:
+            loss = F.cross_entropy(model(images), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.add(loss)
+        report(epoch, log.last)
+
+
+def pytorch_accelerated(model, optimizer, dataset, batch_size, epochs):
+    from pytorch_accelerated import Trainer
+    from pytorch_accelerated.callbacks import TrainerCallback
+
+    class Report(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **_):
+            report(trainer.run_history.current_epoch, float(trainer._loss_tracker.average))
+
+    trainer = Trainer(model, loss_func=F.cross_entropy, optimizer=optimizer, callbacks=(Report,))
+    loader_options = {"num_workers": 0, "pin_memory": False}
+    trainer.train(dataset, epochs, per_device_batch_size=batch_size, train_dataloader_kwargs=loader_options)
+
+
+def hf(model, optimizer, dataset, batch_size, epochs):
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, images, labels):
+            logits = self.model(images)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    class Report(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **_):
+            report(round(state.epoch), next((row["loss"] for row in state.log_history[::-1] if "loss" in row), 0.0))
+
+    class Named(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(dataset)
+
+        def __getitem__(self, index):
+            images, labels = dataset[index]
+            return {"images": images, "labels": labels}
+
+    arguments = TrainingArguments(
+        "hf", num_train_epochs=epochs, per_device_train_batch_size=batch_size, logging_steps=LOG_EVERY, use_cpu=True,
+        save_strategy="no", report_to=[], disable_tqdm=True, dataloader_drop_last=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    Trainer(Wrapped(), arguments, train_dataset=Named(), callbacks=[Report()], optimizers=(optimizer, None)).train()
+
+
+def main(peer: str, work: str, folder: str, epochs: int) -> None:
+    name, _, batched = peer.partition("-")
+    batch_size = WORKS[work]["batch_size"]
+    dataset = data.build_datasets("mnist", folder, 0)["train"]
+    images, targets = dataset.views[:, 1, 1].contiguous(), dataset.targets  # unshifted
+    model = build(work)
+    optimizer_class = getattr(torch.optim, WORKS[work]["optimizer"].rpartition(".")[2])
+    optimizer = optimizer_class(model.parameters(), WORKS[work]["lr"], fused=True if name == "limit" else None)
+    tensors = TensorDataset(images, targets)
+    if batched:
+        plain = data.ImageDataset(images, targets)
+        steps = len(images) // batch_size
+        sampler = data.TrainSampler(len(images), steps, 1, batch_size, batch_size, 0, 1, 0)
+        loader = data.build_loader(plain, sampler, 0, 0, pin_memory=False)
+    else:
+        loader = DataLoader(tensors, batch_size, shuffle=True, drop_last=True)
+    print("start", flush=True)
+    if name == "limit":
+        limit(model, optimizer, images, targets, batch_size, epochs)
+    elif name in ("hf", "pytorch_accelerated"):
+        globals()[name](model, optimizer, tensors, batch_size, epochs)
+    else:
+        globals()[name](model, optimizer, loader, epochs)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
