@@ -365,7 +365,11 @@ def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
         print(f"skipped {path}: it is damaged", file=sys.stderr)
     if (chosen := fabric.broadcast(chosen)) is None:
         fail(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed", code=1)
-    fabric.load(chosen, state)
+    wanted = dict(state)
+    if not torch.load(chosen, map_location="meta", mmap=True, weights_only=True)["precision"]:
+        del wanted["precision"]  # from a run without a gradient scaler: that of 16-mixed starts afresh
+    fabric.load(chosen, wanted)
+    state.update(wanted)
     for path in damaged:
         path.rename(path.with_name(path.name + ".damaged"))
     return chosen

@@ -29,8 +29,11 @@ from conftest import (
     truncate,
     weights,
 )
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 
 from config import TrainConfig
+from utils import AtomicCheckpointIO, load_checkpoint, save_checkpoint
 
 # ---- interrupted and resumed
 
@@ -155,3 +158,27 @@ def test_an_optimizer_option_beside_resume_wins_over_the_checkpoint(tmp_path):
     run("train.py --resume train_out --epochs 6 --weight_decay 0.5", tmp_path)
     state = torch.load(sorted(run_dir(tmp_path).glob("checkpoints/step-*.ckpt"))[-1], weights_only=True)
     assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+
+
+def fabric_with(scaler: torch.amp.GradScaler | None) -> tuple[Fabric, dict]:
+    """A Fabric with a gradient scaler, as 16-mixed has one on a GPU, and a state to save."""
+    precision = MixedPrecision("16-mixed", "cpu", scaler) if scaler else None
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[plugin for plugin in [AtomicCheckpointIO(), precision] if plugin]
+    )
+    return fabric, {"model": torch.nn.Linear(2, 1), "precision": fabric.strategy.precision, "step": 7}
+
+
+@pytest.mark.parametrize("saved, expected", [(torch.amp.GradScaler("cpu", init_scale=8.0), 8.0), (None, 2.0)])
+def test_the_gradient_scaler_is_restored_or_starts_afresh(saved, expected: float, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    fabric, state = fabric_with(saved)
+    if saved:
+        saved.scale(torch.ones(()))  # it is set up at its first use
+    save_checkpoint(fabric, tmp_path, state)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    fabric, resumed = fabric_with(scaler)
+    load_checkpoint(fabric, tmp_path, resumed | {"step": 0})
+    assert scaler.get_scale() == expected
+    torch.testing.assert_close(resumed["model"].state_dict(), state["model"].state_dict())
