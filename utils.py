@@ -69,6 +69,14 @@ def launch(fabric: Fabric, function, **arguments) -> int:
     launcher that sees another rank fail would kill rank 0 before it is through."""
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ and fabric.world_size > 1 and not torch.distributed.is_initialized():
+        # torchrun keeps its store over restarts: without a prefix a rank may find the address of a dead one there, and
+        # wait for it for half an hour. Fabric takes the group that is there.
+        env = os.environ
+        store = torch.distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+        store = torch.distributed.PrefixStore(f"{env['TORCHELASTIC_RESTART_COUNT']}/{env['WORLD_SIZE']}", store)
+        group = {"store": store, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+        torch.distributed.init_process_group(fabric.strategy._get_process_group_backend(), **group)
     run = partial(function, **arguments)  # Fabric would look into arguments of its own, and refuses a frozen config
     # `fabric run` has started the processes already and forbids to launch.
     code = run(fabric) if os.environ.get("LT_CLI_USED") else fabric.launch(run)
