@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from inspect import formatannotation
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
@@ -293,7 +293,7 @@ def parse_train() -> tuple[TrainConfig, Path | None]:
             fail(f"--resume {config.resume}: {run_dir} has no checkpoint to go on from")
     if run_dir:
         before, own_args = read_config(run_dir)
-        config = parse(TrainConfig, own_args + args)
+        config = replace(parse(TrainConfig, own_args + args), out_dir=before.out_dir)  # the directory keeps its name
         for name, old in vars(before).items():
             if name in ("resume", "config_path") or (new := getattr(config, name)) == old:
                 continue

@@ -271,6 +271,13 @@ def test_resume_takes_the_options_of_the_run(train):
         assert (config.epochs, config.gamma, config.effective_batch_size) == (9, 0.25, 32)
 
 
+def test_a_resumed_run_keeps_its_name(train):
+    """What looks like the second run of a second is told from the first by the out_dir in its config."""
+    make_run("20260101-000000-job-60")
+    config, run_dir = train("--resume 20260101-000000-job-60 --out_dir other")
+    assert (config.out_dir, run_dir) == ("job-60", Path("20260101-000000-job-60"))
+
+
 # ---- arithmetic
 
 
