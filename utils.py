@@ -60,7 +60,8 @@ def build_fabric(config) -> Fabric:
     meant = getattr(fabric.strategy, "num_processes", 1) * config.num_nodes
     if (started := int(os.environ.get("WORLD_SIZE") or (srun_tasks() if srun_tasks() > 1 else meant))) != meant:
         fail(f"{asked}: means {meant} processes, but the launcher has started {started}")
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    if not on_cpu:  # there it would make small products twice as slow
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     return fabric
 
 
