@@ -83,8 +83,8 @@ class TrainConfig:
     log_interval: int | None = None  # Log every so many steps, and at each epoch's end, instead of log_per_epoch times
 
     # ---- checkpoints
-    checkpoint_frequency: float = 1.0
-    """Epochs between checkpoints; 0.25 writes four per epoch"""
+    checkpoint_frequency: float | None = 1.0
+    """Epochs between checkpoints; 0.25 writes four per epoch, None only the last one and no best.ckpt"""
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
     monitor: str = "val/accuracy"  # The logged value that decides which checkpoint is best
     monitor_mode: Literal["max", "min"] | None = None
@@ -94,7 +94,8 @@ class TrainConfig:
     fast_run: int | None = field(default=None, nargs="?", const=2)
     """Try every part of the loop on N batches (2 where no N is given), one epoch, and write nothing"""
     limit_train_batches: int | float | None = None  # Effective batches per epoch: a count (5) or a fraction (0.1)
-    limit_val_batches: int | float | None = None  # Micro-batches of a validation: a count (5) or a fraction (0.1)
+    limit_val_batches: int | float | None = None
+    """Micro-batches of a validation: a count (5), a fraction (0.1), or 0 for no validation"""
     num_sanity_val_steps: int = 2  # Validation batches before the first step, so that mistakes show at once
     profile: bool = False  # Print the costliest operators of a few steps, write a trace into the run
     summary: bool = False  # Print the model's layers, output sizes and parameters
@@ -119,7 +120,8 @@ class TestConfig:
     predictions: bool = False  # Write predictions.csv and confusion_matrix.png into the run directory
 
 
-MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout")
+MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout",
+               "limit_val_batches")  # fmt: skip
 # A change of these would make the saved state, or the position within the epoch, meaningless.
 FIXED_ON_RESUME = ("seed", "dataset", "effective_batch_size", "micro_batch_size", "limit_train_batches", "width",
                    "dropout")  # fmt: skip
@@ -155,8 +157,8 @@ def problems(config: TrainConfig | TestConfig) -> list[str]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not (0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)):
                 found.append(f"--{name} {value}: must be {'0 or more' if name in MAY_BE_ZERO else 'more than 0'}")
-            if isinstance(value, float) and name.startswith("limit_") and value > 1:
-                found.append(f"--{name} {value}: a fraction must be at most 1.0, a count has no decimal point")
+            if isinstance(value, float) and name.startswith("limit_") and not 0 < value <= 1:
+                found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
         elif value == () or (value == "" and name not in ("comment", "project")):
             found.append(f"--{name}: must not be empty")
     if Path(config.out_dir).name in ("", "..") or "\0" in config.out_dir + config.root_dir:
@@ -168,6 +170,8 @@ def problems(config: TrainConfig | TestConfig) -> list[str]:
             found.append(f"--dropout {config.dropout}: must be less than 1")
         if config.warmup_epochs > config.epochs:
             found.append(f"--warmup_epochs {config.warmup_epochs}: must be at most --epochs {config.epochs}")
+        if config.limit_val_batches == 0 and config.monitor != "train/loss":
+            found.append("--limit_val_batches 0: without validation --monitor must be train/loss")
         if config.dataset != "digits" and config.data_dir is None:
             found.append(f"--dataset {config.dataset}: needs --data_dir, the directory of its files")
         if config.fast_run and config.resume:

@@ -71,14 +71,19 @@ class ImageDataset(Dataset):
     def __init__(self, images: Tensor, targets: Tensor, shift: int = 0, seed: int = 0, num_classes: int = 10):
         self.targets, self.shift, self.seed, self.num_classes = targets, shift, seed, num_classes
         padded = F.pad(images, (shift,) * 4, value=images.min().item())
-        # All shifts of an image are views of one padded image: (samples, dy, dx, channels, height, width).
-        self.views = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1).permute(0, 2, 3, 1, 4, 5)
+        # A window of an image's shape begins at each number in memory. To shift an image is to begin elsewhere.
+        _, channels, height, width = images.shape
+        per_image, plane, self.row, _ = padded.stride()
+        positions = padded.numel() - (channels - 1) * plane - (height - 1) * self.row - width + 1
+        self.windows = padded.as_strided((positions, channels, height, width), (1, plane, self.row, 1))
+        self.first = torch.arange(len(images)) * per_image
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Draws the shifts of an epoch; called before its first batch, in whichever process loads it."""
         generator = torch.Generator().manual_seed(stable_seed("shift", self.seed, epoch))
-        self.offsets = torch.randint(2 * self.shift + 1, (2, len(self)), generator=generator)
+        dy, dx = torch.randint(2 * self.shift + 1, (2, len(self)), generator=generator)
+        self.starts = self.first + dy * self.row + dx
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -89,8 +94,7 @@ class ImageDataset(Dataset):
 
     def __getitems__(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(indices)
-        dy, dx = self.offsets[:, index] if self.shift else (0, 0)
-        return self.views[index, dy, dx], self.targets[index]
+        return self.windows.index_select(0, self.starts.index_select(0, index)), self.targets.index_select(0, index)
 
 
 def read_idx(folder: Path, name: str, dims: int) -> Tensor:
@@ -196,7 +200,7 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator:
         is_plain = self.num_workers == 0 and not self.pin_memory
-        return (self.dataset[key] for key in self.sampler) if is_plain else super().__iter__()
+        return map(self.dataset.__getitem__, self.sampler) if is_plain else super().__iter__()
 
 
 def build_loader(dataset: Dataset, sampler: Sampler, seed: int, num_workers: int, pin_memory: bool) -> DataLoader:

@@ -122,7 +122,8 @@ def main(config: TestConfig, run_dir: Path) -> int:
     known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": utils.checkpoints_of(run_dir)}
     path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), None)
     if path is None or not path.is_file():
-        fail(f"--checkpoint {config.checkpoint}: {path or 'no checkpoint in ' + str(run_dir)} does not exist")
+        missing = path or f"a checkpoint in {run_dir}"
+        fail(f"--checkpoint {config.checkpoint}: {missing} does not exist; `last` or another file may do")
     if not utils.is_whole(path):
         fail(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do", code=1)
     try:

@@ -18,12 +18,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from tqdm import tqdm
 
@@ -59,14 +60,16 @@ def validate(fabric: Fabric, model: nn.Module, loader: DataLoader, metrics: Metr
     """
     model.eval()
     metrics.reset()
-    mean_loss = MeanMetric().to(fabric.device)
+    loss_sum, samples = torch.zeros((), device=fabric.device), 0
     for size, (images, targets) in zip(loader.sampler.sizes[:batches], loader, strict=False):
         logits, targets = model(images)[:size], targets[:size]  # what is behind `size` only fills up the batch
         if size:
-            mean_loss.update(F.cross_entropy(logits, targets, reduction="none"))
+            loss_sum += F.cross_entropy(logits, targets, reduction="sum")
             metrics.update(logits, targets)
+            samples += size
     model.train()
-    results = {f"{metrics.prefix}loss": mean_loss.compute(), **metrics.compute()}
+    loss_sum, samples = fabric.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(samples)]), reduce_op="sum")
+    results = {f"{metrics.prefix}loss": loss_sum / samples, **metrics.compute()}
     return {name: value if value.ndim else value.item() for name, value in results.items()}  # waits for the device
 
 
@@ -78,14 +81,14 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     utils.explain_failures(fabric, config, lambda: run_dir)
 
     # ---- what follows from the config
-    batch_size, seed = config.effective_batch_size, config.seed
+    batch_size, seed, step_seed = config.effective_batch_size, config.seed, stable_seed("step", config.seed)
     micro_batch_size, grad_accum_steps = utils.split_batch(batch_size, config.micro_batch_size, world_size)
     steps_per_epoch = utils.limit(len(train_set) // batch_size, config.limit_train_batches)
     total_steps = config.epochs * steps_per_epoch
     val_batches = utils.limit(-(-len(val_set) // micro_batch_size), config.limit_val_batches)
     val_samples = min(val_batches * micro_batch_size, len(val_set))
     log_every = config.log_interval or steps_per_epoch / config.log_per_epoch
-    checkpoint_every = config.checkpoint_frequency * steps_per_epoch
+    checkpoint_every = (config.checkpoint_frequency or math.inf) * steps_per_epoch
     peak_lr = utils.scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
     sign = -1 if (config.monitor_mode or ("min" if "loss" in config.monitor else "max")) == "min" else 1
     patience = config.early_stopping_patience or math.inf
@@ -108,13 +111,16 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if config.summary and fabric.is_global_zero:
         import torchinfo
 
-        inputs = next(iter(val_loader))[0][:1].to(next(net.parameters()).dtype)
+        inputs = fabric.to_device(train_loader.dataset[0, np.arange(1)][0])
+        inputs = inputs.to(next(net.parameters()).dtype)
         print(torchinfo.summary(net, input_data=inputs, col_names=("output_size", "num_params"), verbose=0))
     fused = device.type in ("cpu", "cuda") and config.precision not in ("16-mixed", "16")  # it could not be clipped
     optimizer = torch.optim.AdamW(net.parameters(), lr=peak_lr, weight_decay=config.weight_decay, fused=fused)
     model, optimizer = fabric.setup(torch.compile(net) if config.compile else net, optimizer)
-    # In 32-true what Fabric wraps around a forward pass does nothing, for 30 µs.
-    forward = model._forward_module if config.precision in ("32-true", "32") else model
+    forward, backward = model, fabric.backward
+    if config.precision in ("32-true", "32") and config.strategy in ("auto", "ddp"):
+        # What Fabric wraps around these does nothing then, for 60 µs a step.
+        forward, backward, optimizer = model._forward_module, torch.Tensor.backward, optimizer.optimizer
     accuracy = MulticlassAccuracy(getattr(train_set, "num_classes", 10), average="micro", validate_args=False)
     metrics = MetricCollection({"accuracy": accuracy}, prefix="val/").to(device)
     if config.monitor not in (monitored := ["train/loss", "val/loss", *metrics.keys()]):
@@ -159,11 +165,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         f"{config.lr_scaling_rule}\n{total_steps} steps = {config.epochs} epochs x {steps_per_epoch} steps; "
         f"{len(train_set)} train and {val_samples} val samples\nrun directory {run_dir}"
     )
-    if state["step"] == 0 and config.num_sanity_val_steps:  # a mistake there shows now, not after an epoch
-        validate(fabric, model, val_loader, metrics, config.num_sanity_val_steps)
+    if state["step"] == 0 and min(config.num_sanity_val_steps, val_batches):  # a mistake there shows now
+        validate(fabric, forward, val_loader, metrics, config.num_sanity_val_steps)
 
     # ---- the loop
-    columns = ["train/loss", "val/loss", *metrics.keys(), "lr", "samples_per_second", "data_wait"]
+    columns = monitored[: None if val_batches else 1] + ["lr", "samples_per_second", "data_wait"]
     fabric.print(utils.format_row(["epoch", "step", *columns]))
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
     profiler = utils.build_profiler(run_dir, total_steps - state["step"]) if config.profile and rank == 0 else None
@@ -171,6 +177,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     data_wait, window_seconds, started = 0.0, 0.0, time.perf_counter()  # of the log window, without validation
     train_sampler.first_step = first_step
     batches = iter(train_loader)
+    generators = utils.generators_of(device)
     model.train()
     while state["step"] < total_steps and state["bad_epochs"] < patience and not is_stopping:
         step = state["step"] + 1
@@ -185,11 +192,14 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             # Seeded by the number of the micro-batch in the whole run: the same dropout on any number of devices, and
             # no generator's state to save.
             micro_batch = ((step - 1) * grad_accum_steps + micro_step) * world_size + rank
-            utils.seed_generators(device, stable_seed("step", seed, micro_batch))
+            for generator in generators:
+                generator.manual_seed(step_seed + micro_batch)
             # The ranks exchange gradients once per step, during the last backward.
             with fabric.no_backward_sync(model, enabled=micro_step < grad_accum_steps - 1):
-                loss = F.cross_entropy(forward(images), targets) / grad_accum_steps
-                fabric.backward(loss)
+                loss = F.cross_entropy(forward(images), targets)
+                if grad_accum_steps > 1:
+                    loss = loss / grad_accum_steps
+                backward(loss)
             state["loss_sum"] += loss.detach()  # stays on the device
 
         is_epoch_end = step % steps_per_epoch == 0
@@ -228,7 +238,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             if device.type == "cuda":
                 row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             if is_epoch_end:
-                row |= validate(fabric, model, val_loader, metrics)
+                if val_batches:
+                    row |= validate(fabric, forward, val_loader, metrics)
                 is_best = state["best"] is None or sign * row[config.monitor] > sign * state["best"]
                 if is_best:
                     state["best"], state["best_step"] = row[config.monitor], step
@@ -239,6 +250,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             train_seconds, window_seconds, data_wait = train_seconds + window_seconds, 0.0, 0.0
         state["loss_sum"].fill_(loss_sum)
         is_save_step = is_save_step or state["bad_epochs"] >= patience
+        is_best = is_best and config.checkpoint_frequency is not None
         if run_dir and (is_save_step or is_best):
             utils.save_checkpoint(fabric, run_dir, state, is_save_step, is_best, config.num_checkpoint_keep)
         if is_log_step:

@@ -154,7 +154,7 @@ def main(peer: str, work: str, folder: str, epochs: int) -> None:
     name, _, batched = peer.partition("-")
     batch_size = WORKS[work]["batch_size"]
     dataset = data.build_datasets("mnist", folder, 0)["train"]
-    images, targets = dataset.views[:, 1, 1].contiguous(), dataset.targets  # unshifted
+    images, targets = dataset.windows[dataset.first + dataset.row + 1], dataset.targets  # unshifted
     model = build(work)
     optimizer_class = getattr(torch.optim, WORKS[work]["optimizer"].rpartition(".")[2])
     optimizer = optimizer_class(model.parameters(), WORKS[work]["lr"], fused=True if name == "limit" else None)

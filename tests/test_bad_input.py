@@ -73,6 +73,8 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--warmup_epochs 4 --epochs 3", "--warmup_epochs"),
         ("--limit_train_batches 1.5", "--limit_train_batches"),
         ("--limit_val_batches 2.0", "--limit_val_batches"),
+        ("--limit_val_batches 0.0", "--limit_val_batches"),
+        ("--limit_val_batches 0", "--monitor"),
         ("--out_dir=", "--out_dir"),
         ("--out_dir ..", "--out_dir"),
         ("--root_dir=", "--root_dir"),
@@ -97,9 +99,11 @@ ZERO = [
         "gamma",
     ),
     *("max_grad_norm", "early_stopping_patience", "log_per_epoch", "log_interval", "checkpoint_frequency"),
-    *("num_checkpoint_keep", "fast_run", "limit_train_batches", "limit_val_batches"),
+    *("num_checkpoint_keep", "fast_run", "limit_train_batches"),
 ]
-NEGATIVE = ["seed", "num_workers", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps"]
+NEGATIVE = [
+    *("seed", "num_workers", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps", "limit_val_batches")
+]
 
 
 @pytest.mark.parametrize("option, value", [(name, "0") for name in ZERO] + [(name, "-1") for name in NEGATIVE])

@@ -36,6 +36,7 @@ RUNS = {
     "bf16-true": f"train.py {SMALL} --epochs 2 --precision bf16-true",
     "64-true": f"train.py {SMALL} --epochs 2 --precision 64-true",
     "early": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 2",
+    "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency None --summary",
     "fast": "train.py --accelerator cpu --fast_run --summary",
     "profile": f"train.py {SMALL} --profile",
     "diverges": f"train.py {DIVERGE}",
@@ -220,6 +221,13 @@ def test_the_best_val_loss_is_the_lowest(runs):
 )
 def test_checkpoint_frequency_and_num_checkpoint_keep(runs, name, steps):
     assert checkpoint_names(runs(name)) == ["best", *(f"step-{step:08d}" for step in steps)]
+
+
+def test_without_validation_and_checkpoints_only_the_last_one_is_left(runs):
+    assert checkpoint_names(runs("bare")) == ["step-00000020"]
+    assert [row["step"] for row in rows(runs("bare"))] == [4, 8, 12, 16, 20]
+    assert not any(name.startswith("val/") for row in rows(runs("bare")) for name in row)
+    assert "val" not in runs("bare").out.split("epoch  ")[1]
 
 
 def test_early_stopping_ends_the_run_as_a_finished_one(runs):
