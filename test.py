@@ -4,10 +4,13 @@ python test.py --out_dir 20261121-093000-train_out
 python test.py --out_dir train_out --checkpoint last --split val --predictions
 """
 
+import gc
+
 from config import TestConfig, TrainConfig, fail, parse_test, read_config
 
 if __name__ == "__main__":
     CONFIG, RUN_DIR = parse_test()  # before the heavy imports, so that --help and a mistyped option answer at once
+    gc.disable()  # they make a million objects that stay: to look for garbage among them takes a second
 
 import csv
 import json

@@ -7,10 +7,13 @@ python train.py --resume auto                               # go on where a kill
 python test.py --out_dir 20261121-093000-train_out          # evaluate a run
 """
 
+import gc
+
 from config import TrainConfig, fail, parse_train
 
 if __name__ == "__main__":
     CONFIG, RESUME_DIR = parse_train()  # before the heavy imports, so that --help and a mistyped option answer at once
+    gc.disable()  # they make a million objects that stay: to look for garbage among them takes a second
 
 import math
 import sys

@@ -4,6 +4,7 @@ the loss, the batch or a metric."""
 import csv
 import ctypes
 import fcntl
+import gc
 import json
 import math
 import os
@@ -38,6 +39,9 @@ PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TE
 
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of the config. What the machine cannot do ends with one line."""
+    gc.enable()  # after the imports; what they made is never looked at again
+    gc.collect()
+    gc.freeze()
     options = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     asked = " ".join(f"--{name} {value}" for name, value in options.items())
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
