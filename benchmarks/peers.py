@@ -1,4 +1,4 @@
-"""What one would use instead of the template, each in its own usual way: `python peers.py PEER WORK DATA EPOCHS`.
+"""What one would use instead of the template, each in its own usual way: `python peers.py PEER WORK DATA`.
 
 Prints a line with the mean loss at the end of each epoch. PEER-batched gets its batches from the template's data.py.
 """
@@ -95,7 +95,9 @@ def accelerate(model, optimizer, loader, epochs):
     from accelerate import Accelerator
 
     accelerator, log = Accelerator(cpu=True), Log()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if not isinstance(loader, data.Loader):  # whose batches it would replace by single samples
+        loader = accelerator.prepare(loader)
     for epoch in range(1, epochs + 1):
         for images, targets in loader:
             loss = F.cross_entropy(model(images), targets)
@@ -106,7 +108,7 @@ def accelerate(model, optimizer, loader, epochs):
         report(epoch, log.last)
 
 
-def pytorch_accelerated(model, optimizer, dataset, batch_size, epochs):
+def pytorch_accelerated(model, optimizer, loader, epochs):
     from pytorch_accelerated import Trainer
     from pytorch_accelerated.callbacks import TrainerCallback
 
@@ -114,12 +116,15 @@ def pytorch_accelerated(model, optimizer, dataset, batch_size, epochs):
         def on_train_epoch_end(self, trainer, **_):
             report(trainer.run_history.current_epoch, float(trainer._loss_tracker.average))
 
-    trainer = Trainer(model, loss_func=F.cross_entropy, optimizer=optimizer, callbacks=(Report,))
-    loader_options = {"num_workers": 0, "pin_memory": False}
-    trainer.train(dataset, epochs, per_device_batch_size=batch_size, train_dataloader_kwargs=loader_options)
+    class OwnLoader(Trainer):
+        def create_train_dataloader(self, *_, **__):
+            return loader
+
+    trainer = OwnLoader(model, loss_func=F.cross_entropy, optimizer=optimizer, callbacks=(Report,))
+    trainer.train(loader.dataset, epochs)
 
 
-def hf(model, optimizer, dataset, batch_size, epochs):
+def hf(model, optimizer, loader, epochs):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Wrapped(torch.nn.Module):
@@ -135,46 +140,47 @@ def hf(model, optimizer, dataset, batch_size, epochs):
         def on_epoch_end(self, args, state, control, **_):
             report(round(state.epoch), next((row["loss"] for row in state.log_history[::-1] if "loss" in row), 0.0))
 
-    class Named(torch.utils.data.Dataset):
-        def __len__(self):
-            return len(dataset)
+    class Named:
+        """The loader's batches by the names of forward's arguments."""
 
-        def __getitem__(self, index):
-            images, labels = dataset[index]
-            return {"images": images, "labels": labels}
+        def __iter__(self):
+            return ({"images": images, "labels": labels} for images, labels in loader)
+
+        def __len__(self):
+            return len(loader)
+
+    class OwnLoader(Trainer):
+        def get_train_dataloader(self):
+            return Named()
 
     arguments = TrainingArguments(
-        "hf", num_train_epochs=epochs, per_device_train_batch_size=batch_size, logging_steps=LOG_EVERY, use_cpu=True,
+        "hf", num_train_epochs=epochs, logging_steps=LOG_EVERY, use_cpu=True,
         save_strategy="no", report_to=[], disable_tqdm=True, dataloader_drop_last=True, lr_scheduler_type="constant",
     )  # fmt: skip
-    Trainer(Wrapped(), arguments, train_dataset=Named(), callbacks=[Report()], optimizers=(optimizer, None)).train()
+    OwnLoader(Wrapped(), arguments, train_dataset=Named(), callbacks=[Report()], optimizers=(optimizer, None)).train()
 
 
-def main(peer: str, work: str, folder: str, epochs: int) -> None:
+def main(peer: str, work: str, folder: str) -> None:
     name, _, batched = peer.partition("-")
-    batch_size = WORKS[work]["batch_size"]
-    dataset = data.build_datasets("mnist", folder, 0)["train"]
+    batch_size, epochs = WORKS[work]["batch_size"], WORKS[work]["epochs"]
+    dataset = data.build_datasets(WORKS[work]["dataset"], folder, 0)["train"]
     images, targets = dataset.windows[dataset.first + dataset.row + 1], dataset.targets  # unshifted
     model = build(work)
     optimizer_class = getattr(torch.optim, WORKS[work]["optimizer"].rpartition(".")[2])
     optimizer = optimizer_class(model.parameters(), WORKS[work]["lr"], fused=True if name == "limit" else None)
-    tensors = TensorDataset(images, targets)
     if batched:
         plain = data.ImageDataset(images, targets)
         steps = len(images) // batch_size
         sampler = data.TrainSampler(len(images), steps, 1, batch_size, batch_size, 0, 1, 0)
         loader = data.build_loader(plain, sampler, 0, 0, pin_memory=False)
     else:
-        loader = DataLoader(tensors, batch_size, shuffle=True, drop_last=True)
-    print("start", flush=True)
+        loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
     if name == "limit":
         limit(model, optimizer, images, targets, batch_size, epochs)
-    elif name in ("hf", "pytorch_accelerated"):
-        globals()[name](model, optimizer, tensors, batch_size, epochs)
     else:
         globals()[name](model, optimizer, loader, epochs)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(*sys.argv[1:])

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 WORKS = {
-    "W1": {"shape": (8, 8), "batch_size": 64, "optimizer": "torch.optim.Adam", "lr": 1e-3},
-    "W2": {"shape": (28, 28), "batch_size": 128, "optimizer": "torch.optim.SGD", "lr": 1e-2},
-    "W3": {"shape": (28, 28), "batch_size": 128, "optimizer": "torch.optim.Adam", "lr": 1e-3},
+    "W1": {"dataset": "digits", "epochs": 200, "batch_size": 64, "optimizer": "torch.optim.Adam", "lr": 1e-3},
+    "W2": {"dataset": "mnist", "epochs": 5, "batch_size": 128, "optimizer": "torch.optim.SGD", "lr": 1e-2},
+    "W3": {"dataset": "mnist", "epochs": 3, "batch_size": 128, "optimizer": "torch.optim.Adam", "lr": 1e-3},
 }
 
 
@@ -32,14 +32,13 @@ def mlp(*sizes: int) -> list[nn.Module]:
     return layers[:-1]
 
 
-def write_data(work: str, folder: Path) -> None:
-    """60,000 and 1,000 images in MNIST's format: scikit-learn's digits again and again, enlarged for 28x28 pixels."""
+def write_mnist(folder: Path) -> None:
+    """60,000 and 1,000 images of 28x28 pixels in MNIST's format: scikit-learn's digits, enlarged, again and again."""
     from sklearn.datasets import load_digits
 
     images, targets = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
-    if WORKS[work]["shape"] == (28, 28):
-        images = np.pad(images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
+    images = np.pad(images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
     folder.mkdir(parents=True)
     for part, count in (("train", 60_000), ("t10k", 1_000)):
         chosen = np.arange(count) % len(images)
