@@ -51,12 +51,13 @@ def build_datasets(name: str, data_dir: str | None, seed: int) -> dict[str, Data
                 raise ValueError(f"{folder}: {len(images)} images but {len(targets)} labels")
         if first[0].shape[1:] != second[0].shape[1:]:
             raise ValueError(f"{folder}: images of {[*first[0].shape[1:]]} and of {[*second[0].shape[1:]]} pixels")
-        images = torch.cat([first[0], second[0]]).unsqueeze(1).float() / 255
+        images = torch.cat([first[0], second[0]]).unsqueeze(1).float().div_(255)
         targets = torch.cat([first[1], second[1]]).long()
         order = np.random.default_rng(0).permutation(len(first[1]))
         val, train = np.split(order, [len(order) // 12])  # of MNIST's 60,000: 5,000 and 55,000
         test = np.arange(len(order), len(targets))
-    images, num_classes = (images - images[train].mean()) / images[train].std(), int(targets.max()) + 1
+    std, mean = torch.std_mean(images[train])
+    images, num_classes = images.sub_(mean).div_(std), int(targets.max()) + 1
     return {
         "train": ImageDataset(images[train], targets[train], shift=1, seed=seed, num_classes=num_classes),
         "val": ImageDataset(images[val], targets[val], num_classes=num_classes),

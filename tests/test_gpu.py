@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run, run_dir, start, wait_for
+from conftest import REPO, run, run_dir, start, wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,6 +16,29 @@ LONG = (
     "train.py --accelerator gpu --devices 1 --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --width 8 "
     "--num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv --precision 16-mixed"
 )
+
+
+# Runs train.py; between the beginning of a step and its end whatever waits for the device is an error.
+NO_WAITING = """
+import sys
+sys.path.insert(0, {repo!r})
+import torch
+import config, train, utils
+
+settings = config.parse_train()
+learning_rate, stop = train.learning_rate, utils.Stopper.__call__
+
+def begin(*args):
+    torch.cuda.set_sync_debug_mode("error")
+    return learning_rate(*args)
+
+def end(stopper):
+    torch.cuda.set_sync_debug_mode("default")
+    return stop(stopper)
+
+train.learning_rate, utils.Stopper.__call__ = begin, end
+sys.exit(train.main(*settings))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +78,15 @@ def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
     assert on_gpu["num_samples"] == on_cpu["num_samples"] > 0
     assert on_gpu["accuracy"] == on_cpu["accuracy"] > 0.8
     assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)  # TF32 on the GPU
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "--precision bf16-mixed", "--micro_batch_size 16", "--max_grad_norm 1", "--num_workers 1", "--log_interval 5"],
+)
+def test_a_step_never_waits_for_the_device(options, tmp_path):
+    (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(REPO)))
+    run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
 
 
 def test_16_mixed_killed_and_resumed_is_the_same_run(tmp_path):

@@ -1,0 +1,141 @@
+"""What grows with the data, the state and the processes.
+
+python benchmarks/scale.py order      # the order of an epoch of 100 million samples, and two workers on it
+python benchmarks/scale.py save       # a checkpoint of 1 GB
+python benchmarks/scale.py processes  # W3 on one core and on two
+"""
+
+import csv
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+from works import write_mnist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import run  # noqa: E402
+
+from data import TrainSampler, build_loader  # noqa: E402
+from utils import AtomicCheckpointIO, save_checkpoint  # noqa: E402
+
+
+class Numbers(torch.utils.data.Dataset):
+    """So many samples without any data: a sample is its number."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def in_fresh_process(function, *args) -> list[float]:
+    """Calls the function in a process of its own, where nothing else has taken memory yet."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, " ".join(str(value) for value in function(*args)).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as file:
+        return [float(value) for value in file.read().split()]
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def randperm(samples: int) -> tuple[float, float]:
+    before, began = peak_mb(), time.perf_counter()
+    torch.randperm(samples)
+    return time.perf_counter() - began, peak_mb() - before
+
+
+def first_batch(samples: int) -> tuple[float, float]:
+    before, began = peak_mb(), time.perf_counter()
+    next(iter(TrainSampler(samples, samples // 256, 1, 256, 256, 0, 1, 0)))
+    return time.perf_counter() - began, peak_mb() - before
+
+
+def private_mb_of_a_worker(samples: int) -> tuple[float]:
+    """Memory that a data worker has for itself alone, in the middle of an epoch."""
+    sampler = TrainSampler(samples, samples // 256, 1, 256, 256, 0, 1, 0)
+    batches = iter(build_loader(Numbers(samples), sampler, 0, 2, False))
+    for _ in range(100):
+        next(batches)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    rollup = Path(f"/proc/{children[0]}/smaps_rollup").read_text().splitlines()
+    return (sum(int(line.split()[1]) for line in rollup if line.startswith("Private")) / 1e3,)
+
+
+def order() -> None:
+    for samples in (1_000_000, 10_000_000, 100_000_000):
+        names = ("torch.randperm", randperm), ("up to the first batch", first_batch)
+        for name, function in names:
+            seconds, megabytes = in_fresh_process(function, samples)
+            print(f"{samples:>11,} samples  {name:>21}  {seconds:6.2f} s  {megabytes:6.0f} MB")
+        print(
+            f"{samples:>11,} samples  {'private of a worker':>21}  {in_fresh_process(private_mb_of_a_worker, samples)[0]:15.0f} MB"
+        )
+
+
+def save() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AtomicCheckpointIO()])
+    net = torch.nn.Sequential(*(torch.nn.Linear(4096, 1700, bias=False) for _ in range(12)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    model, optimizer = fabric.setup(net, optimizer)
+    own, raw = [], []
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        path = Path(folder)
+        (path / "checkpoints").mkdir()
+        for step in range(1, 8):
+            os.sync()
+            began = time.perf_counter()
+            save_checkpoint(fabric, path, {"model": model, "optimizer": optimizer, "step": step}, best=True, keep=2)
+            own.append(time.perf_counter() - began)
+            os.sync()
+            began = time.perf_counter()
+            with open(path / "raw.ckpt", "wb") as file:
+                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, file)
+                os.fsync(file.fileno())
+            raw.append(time.perf_counter() - began)
+        size = (path / "raw.ckpt").stat().st_size / 1e9
+    ratio = statistics.median(a / b for a, b in zip(own, raw, strict=True))
+    print(f"{size:.1f} GB: template {statistics.median(own):.2f} s, torch.save and fsync {statistics.median(raw):.2f} s, "
+          f"template / raw {ratio:.2f}")  # fmt: skip
+
+
+def processes(rounds: int = 5) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_mnist(Path(folder) / "mnist")
+        script = run.copy_template("W3", Path(folder) / "template")
+        command = [*run.OPTIONS.split(), "--dataset", "mnist", "--data_dir", f"{folder}/mnist", "--epochs", "1"]
+        found = {}
+        for _ in range(rounds):
+            for count, cores in ((1, "1"), (2, "0,1")):
+                options = ["--devices", str(count), "--strategy", "ddp" if count > 1 else "auto"]
+                options += ["--effective_batch_size", str(128 * count), "--out_dir", str(count), "--root_dir", folder]
+                subprocess.run(["taskset", "-c", cores, sys.executable, str(script), *command, *options], check=True,
+                               capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+                newest = sorted(Path(folder).glob(f"*-{count}/logs/csv/metrics.csv"))[-1]
+                with open(newest) as file:
+                    speeds = [float(row["samples_per_second"]) for row in csv.DictReader(file)]
+                found.setdefault(count, []).append(statistics.mean(speeds))
+    ratio = statistics.median(two / one for one, two in zip(found[1], found[2], strict=True))
+    print(f"W3, 128 samples a process: 2 processes on 2 cores / 1 process on 1 core: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    {"order": order, "save": save, "processes": processes}[sys.argv[1]]()
