@@ -121,7 +121,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     optimizer = torch.optim.AdamW(net.parameters(), lr=peak_lr, weight_decay=config.weight_decay, fused=fused)
     model, optimizer = fabric.setup(torch.compile(net) if config.compile else net, optimizer)
     forward, backward = model, fabric.backward
-    if config.precision in ("32-true", "32") and config.strategy in ("auto", "ddp"):
+    if config.precision in ("32-true", "32") and config.strategy in ("auto", "ddp") and device.type != "xla":
         # What Fabric wraps around these does nothing then, for 60 µs a step.
         forward, backward, optimizer = model._forward_module, torch.Tensor.backward, optimizer.optimizer
     accuracy = MulticlassAccuracy(getattr(train_set, "num_classes", 10), average="micro", validate_args=False)
