@@ -21,7 +21,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
@@ -114,8 +113,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if config.summary and fabric.is_global_zero:
         import torchinfo
 
-        inputs = fabric.to_device(train_loader.dataset[0, np.arange(1)][0])
-        inputs = inputs.to(next(net.parameters()).dtype)
+        inputs = fabric.to_device(train_loader.dataset[0, torch.tensor([0])][0].to(next(net.parameters()).dtype))
         print(torchinfo.summary(net, input_data=inputs, col_names=("output_size", "num_params"), verbose=0))
     fused = device.type in ("cpu", "cuda") and config.precision not in ("16-mixed", "16")  # it could not be clipped
     optimizer = torch.optim.AdamW(net.parameters(), lr=peak_lr, weight_decay=config.weight_decay, fused=fused)
@@ -126,7 +124,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         forward, backward, optimizer = model._forward_module, torch.Tensor.backward, optimizer.optimizer
     accuracy = MulticlassAccuracy(getattr(train_set, "num_classes", 10), average="micro", validate_args=False)
     metrics = MetricCollection({"accuracy": accuracy}, prefix="val/").to(device)
-    if config.monitor not in (monitored := ["train/loss", "val/loss", *metrics.keys()]):
+    monitored = ["train/loss", *(["val/loss", *metrics.keys()] if val_batches else [])]
+    if config.monitor not in monitored:
         fail(f"--monitor {config.monitor}: choose from {', '.join(monitored)}")
 
     # ---- state: what is in it is restored by a resume, what is not is not
@@ -172,7 +171,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         validate(fabric, forward, val_loader, metrics, config.num_sanity_val_steps)
 
     # ---- the loop
-    columns = monitored[: None if val_batches else 1] + ["lr", "samples_per_second", "data_wait"]
+    columns = [*monitored, "lr", "samples_per_second", "data_wait"]
     fabric.print(utils.format_row(["epoch", "step", *columns]))
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
     profiler = utils.build_profiler(run_dir, total_steps - state["step"]) if config.profile and rank == 0 else None

@@ -142,6 +142,6 @@ if __name__ == "__main__":
         *(" | ".join(f"{value!s:>20}" for value in row) for row in (table[0], *(row.values() for row in table))),
         sep="\n",
     )
-    facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpu": platform.processor()}
+    facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "platform": platform.platform()}
     name = "start_up.json" if options.start_up else "results.json"
     (HERE / name).write_text(json.dumps(facts | {"rows": table}, indent=2) + "\n")

@@ -54,22 +54,25 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def randperm(samples: int) -> tuple[float, float]:
+def cost(function, *args) -> tuple[float, float]:
+    """Seconds and megabytes that a call takes."""
     before, began = peak_mb(), time.perf_counter()
-    torch.randperm(samples)
+    function(*args)
     return time.perf_counter() - began, peak_mb() - before
 
 
-def first_batch(samples: int) -> tuple[float, float]:
-    before, began = peak_mb(), time.perf_counter()
-    next(iter(TrainSampler(samples, samples // 256, 1, 256, 256, 0, 1, 0)))
-    return time.perf_counter() - began, peak_mb() - before
+def sampler_of(samples: int) -> TrainSampler:
+    """An epoch in batches of 256, on one process."""
+    return TrainSampler(samples, samples // 256, 1, 256, 256, 0, 1, 0)
+
+
+def first_batch(samples: int) -> None:
+    next(iter(sampler_of(samples)))
 
 
 def private_mb_of_a_worker(samples: int) -> tuple[float]:
     """Memory that a data worker has for itself alone, in the middle of an epoch."""
-    sampler = TrainSampler(samples, samples // 256, 1, 256, 256, 0, 1, 0)
-    batches = iter(build_loader(Numbers(samples), sampler, 0, 2, False))
+    batches = iter(build_loader(Numbers(samples), sampler_of(samples), 0, 2, False))
     for _ in range(100):
         next(batches)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -79,9 +82,8 @@ def private_mb_of_a_worker(samples: int) -> tuple[float]:
 
 def order() -> None:
     for samples in (1_000_000, 10_000_000, 100_000_000):
-        names = ("torch.randperm", randperm), ("up to the first batch", first_batch)
-        for name, function in names:
-            seconds, megabytes = in_fresh_process(function, samples)
+        for name, function in (("torch.randperm", torch.randperm), ("up to the first batch", first_batch)):
+            seconds, megabytes = in_fresh_process(cost, function, samples)
             print(f"{samples:>11,} samples  {name:>21}  {seconds:6.2f} s  {megabytes:6.0f} MB")
         (megabytes,) = in_fresh_process(private_mb_of_a_worker, samples)
         print(f"{samples:>11,} samples  {'private of a worker':>21}  {megabytes:17.0f} MB")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, run, run_dir, start, wait_for
+from conftest import REPO, newest, run, run_dir, start, wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -56,11 +56,6 @@ def rows(folder: Path) -> list[dict]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "model.pt", weights_only=True)
-
-
-def newest(cwd: Path) -> int:
-    """The step of the newest checkpoint, 0 if there is none."""
-    return max((int(path.stem[5:]) for path in cwd.glob("*/checkpoints/step-*.ckpt")), default=0)
 
 
 def test_a_default_run_learns_on_the_gpu(default):
