@@ -27,6 +27,7 @@ from torchmetrics import Metric, MetricCollection
 
 import utils
 from data import EvalSampler, build_datasets, build_loader
+from model import shard
 from train import build_model, validate
 
 
@@ -78,7 +79,7 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
         move_to_device=fabric.device.type != "cpu",
     )
     model = build_model(trained, dataset)
-    weights = torch.load(path, map_location="cpu", weights_only=True)
+    weights = utils.DirectCheckpointIO().load_checkpoint(path)
     model.load_state_dict(weights.get("model", weights))
     model = fabric.setup(model)
 
@@ -121,10 +122,10 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
 def main(config: TestConfig, run_dir: Path) -> int:
     """Finds every mistake of the user before anything is launched, then evaluates. Returns the exit code."""
     trained, _ = read_config(run_dir)
-    fabric = utils.build_fabric(replace(config, precision=config.precision or trained.precision))
+    fabric = utils.build_fabric(replace(config, precision=config.precision or trained.precision), shard)
     known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": utils.checkpoints_of(run_dir)}
     path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), None)
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         missing = path or f"a checkpoint in {run_dir}"
         fail(f"--checkpoint {config.checkpoint}: {missing} does not exist; `last` or another file may do")
     if not utils.is_whole(path):

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import utils
 from data import EvalSampler, TrainSampler, build_datasets, build_loader, stable_seed
-from model import Model
+from model import Model, shard
 
 
 def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
@@ -79,6 +79,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     train_set, val_set = datasets["train"], datasets["val"]
+    if config.rank_logs:
+        utils.tee_output(Path(config.rank_logs), rank)
     run_dir, stop = resume_dir, utils.Stopper(fabric, config.timeout)
     utils.explain_failures(fabric, config, lambda: run_dir)
 
@@ -108,8 +110,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- model, optimizer, metrics
     fabric.seed_everything(seed, verbose=False)
-    with fabric.init_module():
+    with fabric.init_module(), device:  # no copy of the weights is made elsewhere first
         net = build_model(config, train_set)
+    if config.sync_batchnorm:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if config.summary and fabric.is_global_zero:
         import torchinfo
 
@@ -172,7 +176,6 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- the loop
     columns = [*monitored, "lr", "samples_per_second", "data_wait"]
-    fabric.print(utils.format_row(["epoch", "step", *columns]))
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
     profiler = utils.build_profiler(run_dir, total_steps - state["step"]) if config.profile and rank == 0 else None
     is_stopping, first_step, train_seconds = False, state["step"], 0.0
@@ -215,6 +218,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         bar.update()
         if profiler:
             profiler.step()
+        if step == first_step + 1 and rank == 0:
+            bar.write(utils.memory(model, optimizer, device) + "\n" + utils.format_row(["epoch", "step", *columns]))
 
         # ---- now and then: validate, save, log
         is_stopping = stop()
@@ -267,7 +272,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     for logger in fabric.loggers:
         logger.finalize("success")
     if run_dir and is_finished:
-        utils.save_weights(fabric, run_dir, net)
+        utils.save_weights(fabric, run_dir, model._forward_module)
     speed = (state["logged_step"] - first_step) * batch_size / max(train_seconds, 1e-9)
     best = math.nan if state["best"] is None else state["best"]
     fabric.print(
@@ -285,13 +290,15 @@ def main(config: TrainConfig, resume_dir: Path | None) -> int:
     """Finds every mistake of the user before anything is launched or made, then trains. Returns the exit code."""
     if n := config.fast_run:
         config = replace(config, epochs=1, limit_train_batches=n, limit_val_batches=n)
-    fabric = utils.build_fabric(config)
+    fabric = utils.build_fabric(config, shard)
     fabric.seed_everything(config.seed, verbose=False)
     try:
         datasets = build_datasets(config.dataset, config.data_dir, config.seed)
     except (OSError, ValueError) as error:
         fail(f"--dataset {config.dataset} --data_dir {config.data_dir}: {error}")
     utils.split_batch(config.effective_batch_size, config.micro_batch_size, fabric.world_size)
+    if config.sync_batchnorm and fabric.world_size > 1 and fabric.device.type == "cpu":
+        fail("--sync_batchnorm: PyTorch has it for GPUs alone")
     if config.effective_batch_size > (n := len(datasets["train"])):
         fail(f"--effective_batch_size {config.effective_batch_size}: there are only {n} training samples")
     return utils.launch(fabric, train, config=config, datasets=datasets, resume_dir=resume_dir)

@@ -5,11 +5,13 @@ import csv
 import ctypes
 import fcntl
 import gc
+import io
 import json
 import math
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,6 +31,9 @@ from lightning.fabric.accelerators import find_usable_cuda_devices
 from lightning.fabric.loggers import Logger, TensorBoardLogger
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from torch.distributed.tensor import DTensor
 
 from config import DEVICE_OPTIONS, checkpoints_of, fail, srun_tasks, to_yaml
 
@@ -38,8 +43,9 @@ PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TE
 # ---- devices and scaling rules
 
 
-def build_fabric(config) -> Fabric:
-    """Fabric with the devices of the config. What the machine cannot do ends with one line."""
+def build_fabric(config, shard) -> Fabric:
+    """Fabric with the devices of the config; `shard` of model.py is for `--strategy model_parallel`. What the machine
+    cannot do ends with one line."""
     gc.enable()  # after the imports; what they made is never looked at again
     gc.collect()
     gc.freeze()
@@ -49,12 +55,17 @@ def build_fabric(config) -> Fabric:
     on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
     if on_cpu and config.precision in ("16-mixed", "16-true", "16"):
         fail(f"--precision {config.precision}: the CPU lacks float16; use bf16-mixed, bf16-true or 32-true")
+    if config.strategy == "dp":
+        fail("--strategy dp: one process cannot repeat its dropout on several GPUs, and is slower; use ddp")
     try:
+        if config.strategy == "model_parallel":
+            options["strategy"] = FullyShardedStrategy(shard)
         if config.devices.startswith("idle:"):
             if "IDLE_DEVICES" not in os.environ:  # the processes that Fabric launches must not search again
                 os.environ["IDLE_DEVICES"] = ",".join(map(str, find_usable_cuda_devices(int(config.devices[5:]))))
             options["devices"] = os.environ["IDLE_DEVICES"] + ","  # "3," is device 3, "3" would be three devices
-        plugins = [AtomicCheckpointIO()]
+        # Strategies that shard write directories of their own.
+        plugins = [] if config.strategy.startswith(("fsdp", "model_parallel")) else [DirectCheckpointIO()]
         if "SLURM_JOB_ID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
             # Fabric goes by the job's name and size, not by what srun has started: in a job's shell it would wait for
             # ranks that nobody starts, and a job named `interactive` would start each rank several times.
@@ -70,6 +81,26 @@ def build_fabric(config) -> Fabric:
     else:  # on a CPU it would make small products twice as slow
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     return fabric
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """FSDP2: parameters, gradients and optimizer are spread over all devices, each of which has its own samples."""
+
+    def __init__(self, shard):
+        super().__init__(lambda model, mesh: shard(model, mesh["data_parallel"]), tensor_parallel_size=1)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.world_size
+        super().setup_environment()
+
+    def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
+        """Sharding replaces the parameters; the optimizers, still without a state, go over to the new ones."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        module = self.setup_module(module)
+        sharded = dict(module.named_parameters())
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"] = [sharded[names[parameter]] for parameter in group["params"]]
+        return module, optimizers, scheduler
 
 
 def launch(fabric: Fabric, function, **arguments) -> int:
@@ -91,6 +122,32 @@ def launch(fabric: Fabric, function, **arguments) -> int:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # after the model is gone, else gloo can abort at exit
     return code if fabric.is_global_zero else 0
+
+
+def tee_output(folder: Path, rank: int) -> None:
+    """From here on all that this process prints, native code too, goes into a file of its own as well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stream in (1, 2):
+        command = ["tee", "-a", folder / f"rank-{rank:04d}-{platform.node()}.log"]
+        tee = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stream, start_new_session=True)
+        os.dup2(tee.stdin.fileno(), stream)
+    print(f"rank {rank} is process {os.getpid()} on {platform.node()}", flush=True)
+
+
+def memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """What this process holds after its first step, and the most that it took meanwhile."""
+
+    def megabytes(values) -> float:
+        tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)) / 1e6
+
+    weights = megabytes(model.parameters())
+    states = megabytes(value for state in optimizer.state.values() for value in state.values())
+    if device.type == "cuda":
+        peak, kind = torch.cuda.max_memory_allocated(device) / 1e6, "on the device"
+    else:
+        peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, "of the process"
+    return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB; peak {kind} {peak:.4g} MB"
 
 
 def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
@@ -136,20 +193,36 @@ def limit(total: int, limit_batches: int | float | None) -> int:
 
 @contextmanager
 def atomically(path: Path, mode: str = "w"):
-    """Opens a file beside `path`; flushes it to disk and renames it at the end: a name always means a whole file."""
+    """Opens a file beside `path` that gets the name at the end: a name always means a whole file."""
     beside = path.with_name(path.name + ".tmp")
     try:
         with open(beside, mode, newline=None if "b" in mode else "") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the new name, too
-        os.close(folder)
+        settle(beside, path)
     finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+        remove(beside)
+
+
+def settle(beside: Path, path: Path) -> None:
+    """Flushes a file, or a directory of files, to the disk, and then gives it its name."""
+    flush(*beside.glob("*"), beside)
+    os.replace(beside, path)
+    flush(path.parent)  # the new name, too
+
+
+def flush(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a directory, as far as it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def make_run_dir(fabric: Fabric, config, state: dict) -> Path:
@@ -220,7 +293,7 @@ def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
             file.write(text)
     # What a kill has left half written, and what marks the end of a run that now goes on.
     for path in (*run_dir.glob("**/*.tmp"), run_dir / "error.txt", run_dir / "model.pt"):
-        path.unlink(missing_ok=True)
+        remove(path)
 
 
 # ---- loggers: each keeps one unbroken history; rows beyond `last_step` are dropped, they will be logged again
@@ -352,35 +425,62 @@ class EarlyFile:
         return count
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints whole or not at all. (Fabric's own goes through $TMPDIR, and from there may copy.)"""
+class DirectCheckpointIO(TorchCheckpointIO):
+    """Writes a file where it is told to (Fabric's own goes through $TMPDIR, and from there may copy); reads it, or a
+    directory that a strategy has written which shards."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        with atomically(Path(path), "wb") as file:
+        with open(path, "wb") as file:
             torch.save(checkpoint, EarlyFile(file))
+
+    def load_checkpoint(self, path, map_location=None, **options):
+        if not Path(path).is_dir():
+            return super().load_checkpoint(path, map_location, **options)
+        checkpoint = _load_distributed_checkpoint(Path(path))
+        if "optimizer" in checkpoint:  # goes by the names of the parameters, PyTorch's own by their order
+            groups, states = checkpoint["optimizer"]["param_groups"], checkpoint["optimizer"]["state"]
+            order = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+            for group in groups:
+                group["params"] = [order[name] for name in group["params"]]
+            checkpoint["optimizer"]["state"] = {order[name]: state for name, state in states.items()}
+        return checkpoint
 
 
 def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular=True, best=False, keep: int | None = None):
-    """Writes step-XXXXXXXX.ckpt where `regular`, and best.ckpt where `best`: as a link to it, so that it costs no
-    second serialization. Then deletes all but the newest `keep` step files. Called on all ranks."""
+    """Writes a checkpoint: a file, or a directory from a strategy that shards; called on all ranks. It is step-*.ckpt
+    where `regular`. Where `best`, best.ckpt becomes a link to it, which costs no second serialization. Then all but the
+    newest `keep` step-*.ckpt are deleted."""
     if not all(parameter.sum(dtype=torch.float32).isfinite() for parameter in state["model"].parameters()):
         fail(f"the weights are not finite after step {state['step']}; the checkpoints in {run_dir} are good", code=1)
     folder = run_dir / "checkpoints"
-    path, best_path = folder / f"step-{state['step']:08d}.ckpt", folder / "best.ckpt"
-    fabric.save(path if regular else best_path, state)
-    if fabric.is_global_zero and regular:
-        if best:
-            beside = folder / "best.ckpt.tmp"
-            beside.unlink(missing_ok=True)
-            try:
-                os.link(path, beside)
-            except OSError:  # a file system without links
-                shutil.copyfile(path, beside)
-            os.replace(beside, best_path)
-        if state["step"]:
-            (folder / "step-00000000.ckpt").unlink(missing_ok=True)
-        for old in sorted(folder.glob("step-*.ckpt"))[: -keep if keep else 0]:
-            Thread(target=old.unlink, args=(True,)).start()  # of 1 GB it takes half a second
+    path, best_path = folder / f"{'step' if regular else 'best'}-{state['step']:08d}.ckpt", folder / "best.ckpt"
+    beside = folder / "checkpoint.tmp"
+    try:
+        saved = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        if not state["step"]:
+            del saved["optimizer"]  # has no state yet; to ask a sharded one for it would be its first step
+        fabric.save(beside, saved)
+        if fabric.is_global_zero:
+            settle(beside, path)
+    finally:
+        if fabric.is_global_zero:
+            remove(beside)
+    if not fabric.is_global_zero:
+        return
+    if best:
+        try:
+            # A directory has no second name: the link is a symbolic one, and what it shows stays.
+            os.symlink(path.name, beside) if path.is_dir() else os.link(path, beside)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, beside)
+        if not best_path.is_symlink() and best_path.is_dir():
+            remove(best_path)  # the run was copied by somebody who followed the link
+        os.replace(beside, best_path)
+    old = [*folder.glob("best-*.ckpt"), *([folder / "step-00000000.ckpt"] if state["step"] else [])]
+    for path in old + sorted(folder.glob("step-*.ckpt"))[: -keep if keep else 0]:
+        if path != best_path.resolve() and path.exists():
+            path.rename(path.with_suffix(".tmp"))  # a half deleted directory must not have the name of a whole one
+            Thread(target=remove, args=(path.with_suffix(".tmp"),)).start()  # of 1 GB it takes half a second
 
 
 def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
@@ -395,9 +495,11 @@ def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
         print(f"skipped {path}: it is damaged", file=sys.stderr)
     if (chosen := fabric.broadcast(chosen)) is None:
         fail(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed", code=1)
-    wanted = dict(state)
-    if not torch.load(chosen, map_location="meta", mmap=True, weights_only=True)["precision"]:
+    found, wanted = read_values(chosen), dict(state)
+    if not found["precision"]:
         del wanted["precision"]  # from a run without a gradient scaler: that of 16-mixed starts afresh
+    if not found["step"]:
+        del wanted["optimizer"]
     fabric.load(chosen, wanted)
     state.update(wanted)
     for path in damaged:
@@ -405,20 +507,38 @@ def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
     return chosen
 
 
-def save_weights(fabric: Fabric, run_dir: Path, net: torch.nn.Module) -> None:
-    """Writes model.pt: the weights alone, on the CPU, for `Model(...).load_state_dict`. It marks a finished run."""
+def save_weights(fabric: Fabric, run_dir: Path, model: torch.nn.Module) -> None:
+    """Writes model.pt: the weights alone, whole and on the CPU, for `Model(...).load_state_dict`. It marks a finished
+    run. Called on all ranks."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if fabric.is_global_zero:
-        weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
-        AtomicCheckpointIO().save_checkpoint(weights, run_dir / "model.pt")
+        with atomically(run_dir / "model.pt", "wb") as file:
+            torch.save(weights, file)
     fabric.barrier()
 
 
+def read_values(path: Path) -> dict:
+    """What is in a checkpoint beside the weights, or with them where it is a file: without the content of tensors."""
+    return torch.load(path / "meta.pt" if path.is_dir() else path, map_location="meta", mmap=True, weights_only=True)
+
+
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint is a zip archive whose checksums are right, and can be loaded."""
+    """Whether the zip archives of a checkpoint have the right checksums: one in a file, one for each tensor in a
+    directory; and it can be loaded."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    def archives():
+        yield path / "meta.pt" if path.is_dir() else path
+        for part in FileSystemReader(path).read_metadata().storage_data.values() if path.is_dir() else ():
+            with open(path / part.relative_path, "rb") as file:
+                file.seek(part.offset)
+                yield io.BytesIO(file.read(part.length))
+
     try:
-        with zipfile.ZipFile(path) as archive:
-            is_right = archive.testzip() is None
-        return is_right and torch.load(path, map_location="meta", mmap=True, weights_only=True) is not None
+        is_right = all(zipfile.ZipFile(archive).testzip() is None for archive in archives())
+        return is_right and read_values(path) is not None
     except Exception:  # damage has many: BadZipFile, OSError, RuntimeError, UnicodeDecodeError, struct.error, ...
         return False
 
