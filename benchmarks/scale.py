@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import run  # noqa: E402
 
 from data import TrainSampler, build_loader  # noqa: E402
-from utils import AtomicCheckpointIO, save_checkpoint  # noqa: E402
+from utils import DirectCheckpointIO, save_checkpoint  # noqa: E402
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -90,7 +90,7 @@ def order() -> None:
 
 
 def save() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AtomicCheckpointIO()])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[DirectCheckpointIO()])
     net = torch.nn.Sequential(*(torch.nn.Linear(4096, 1700, bias=False) for _ in range(12)))
     optimizer = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters():

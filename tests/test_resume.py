@@ -33,7 +33,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
 from config import TrainConfig
-from utils import AtomicCheckpointIO, load_checkpoint, save_checkpoint
+from utils import DirectCheckpointIO, load_checkpoint, save_checkpoint
 
 # ---- interrupted and resumed
 
@@ -164,7 +164,7 @@ def fabric_with(scaler: torch.amp.GradScaler | None) -> tuple[Fabric, dict]:
     """A Fabric with a gradient scaler, as 16-mixed has one on a GPU, and a state to save."""
     precision = MixedPrecision("16-mixed", "cpu", scaler) if scaler else None
     fabric = Fabric(
-        accelerator="cpu", devices=1, plugins=[plugin for plugin in [AtomicCheckpointIO(), precision] if plugin]
+        accelerator="cpu", devices=1, plugins=[plugin for plugin in [DirectCheckpointIO(), precision] if plugin]
     )
     return fabric, {"model": torch.nn.Linear(2, 1), "precision": fabric.strategy.precision, "step": 7}
 
