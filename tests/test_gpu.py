@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LONG = (
     "train.py --accelerator gpu --devices 1 --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --width 8 "
-    "--num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv --precision 16-mixed"
+    "--num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv"
 )
 
 
@@ -84,12 +84,16 @@ def test_a_step_never_waits_for_the_device(options, tmp_path):
     run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
 
 
-def test_16_mixed_killed_and_resumed_is_the_same_run(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    ["--precision 16-mixed", "--precision 32-true --strategy fsdp", "--precision bf16-mixed --strategy model_parallel"],
+)
+def test_killed_and_resumed_is_the_same_run(options, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    run(LONG, whole)
-    process = start(LONG, killed)
+    run(f"{LONG} {options}", whole)
+    process = start(f"{LONG} {options}", killed)
     wait_for(lambda: process.poll() is not None or newest(killed) % 8 in (2, 4))
     process.kill()
     process.communicate()
@@ -102,8 +106,25 @@ def test_16_mixed_killed_and_resumed_is_the_same_run(tmp_path):
             assert row[name] == expected[name], name
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
+def test_a_sharded_run_has_the_weights_of_a_plain_one(strategy, tmp_path):
+    for name in ("auto", strategy):
+        run(f"{LONG} --epochs 2 --precision 32-true --strategy {name} --out_dir {name}", tmp_path)
+    plain, sharded = (weights(run_dir(tmp_path, name)) for name in ("auto", strategy))
+    torch.testing.assert_close(sharded, plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", ["--strategy ddp --sync_batchnorm", "--strategy fsdp", "--strategy model_parallel"])
+def test_two_gpus_train(options, tmp_path):
+    run(f"{LONG} --epochs 2 --micro_batch_size 32 --devices 1 --precision 32-true --out_dir one", tmp_path)
+    run(f"{LONG} --epochs 2 --micro_batch_size 32 --devices 2 --precision 32-true --out_dir two {options}", tmp_path)
+    one, two = (weights(run_dir(tmp_path, name)) for name in ("one", "two"))
+    torch.testing.assert_close(two, one, atol=1e-4, rtol=0)
+
+
 def test_16_mixed_checkpoints_hold_the_gradient_scaler(tmp_path):
-    run(f"{LONG} --epochs 1", tmp_path)
+    run(f"{LONG} --epochs 1 --precision 16-mixed", tmp_path)
     state = torch.load(run_dir(tmp_path) / "checkpoints" / "step-00000008.ckpt", weights_only=True)
     assert state["precision"]["scale"] > 0
 
