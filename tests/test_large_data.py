@@ -142,6 +142,12 @@ def test_a_worker_that_is_not_forked_gets_no_data(name: str, data, files: Path):
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
+def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
+    stream = f"{edited(DIFFS['stream'], tmp_path)}/train.py --dataset stream --data_dir {files}"
+    for options in ("", " --limit_train_batches 0.5"):
+        assert "--limit_train_batches" in run(f"{stream}{options}", tmp_path, code=2).stderr
+
+
 def test_killed_in_mid_epoch_with_workers_and_resumed_is_the_same_run(name: str, repo: Path, files: Path, tmp_path):
     command = f"{repo}/{RUN} --dataset {name} --data_dir {files}"
     if name in ("lines", "parquet"):  # for the loop as `folder` and `mapped` are
