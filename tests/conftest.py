@@ -150,6 +150,27 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def diffs(page: str) -> list[str]:
+    """The diffs of a page of the documentation."""
+    return re.findall(r"^```diff\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def edited(diff: str, folder: Path) -> Path:
+    """A copy of the programs in `folder`, with the diff applied."""
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, folder)
+    _, *parts = re.split(r"^--- (.+)\n", diff, flags=re.MULTILINE)
+    for name, hunks in zip(parts[::2], parts[1::2], strict=True):
+        text = "\n" + (folder / name).read_text()
+        for hunk in re.split(r"^@@\n", hunks, flags=re.MULTILINE):
+            old, new = ("\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in f"{sign} ")] + [""])
+                        for sign in "-+")  # fmt: skip
+            assert text.count(old) == 1, f"{name} has this {text.count(old)} times:{old}"
+            text = text.replace(old, new)
+        (folder / name).write_text(text[1:])
+    return folder
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """Where a run was never interrupted. To be read, not changed."""

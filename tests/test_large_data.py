@@ -1,0 +1,165 @@
+"""The data sets of recipes/data.md: its diffs applied, on small real files."""
+
+import importlib.util
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from conftest import LONG, ON_2, assert_same_run, diffs, edited, interrupt, kill_group, run, run_dir, weights
+from PIL import Image
+
+DIFFS = {re.search(r'if name == "(\w+)"', diff)[1]: diff for diff in diffs("recipes/data.md")}
+NAMES = sorted(DIFFS)
+SIZES = {"train": 600, "val": 100, "test": 50}
+RUN = LONG.replace("--epochs 30", "--epochs 12")  # of 8 steps: 96
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Digits in all formats but parquet, sorted by class, as a folder per class sorts them."""
+    from sklearn.datasets import load_digits
+
+    folder, digits = tmp_path_factory.mktemp("files"), load_digits()
+    for split, part in zip(SIZES, np.split(np.arange(750), [600, 700]), strict=True):
+        part = part[digits.target[part].argsort(kind="stable")]
+        images, targets = digits.images[part].astype(np.uint8)[:, None], digits.target[part]
+        np.save(folder / f"{split}_images.npy", images)
+        np.save(folder / f"{split}_targets.npy", targets)
+        for i, (image, target) in enumerate(zip(images, targets, strict=True)):
+            (folder / split / str(target)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0]).save(folder / split / str(target) / f"{i:03d}.png")
+        pairs = zip(images.tolist(), targets.tolist(), strict=True)
+        lines = [json.dumps({"image": image, "label": label}) + "\n" for image, label in pairs]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+        if split == "train":
+            for shard in range(3):
+                (folder / f"train-{shard}.jsonl").write_text("".join(lines[shard::3]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hugging_face(files: Path, tmp_path_factory) -> None:
+    """Parquet files, with the images as PNG, in two shards for the training; Hugging Face's cache in a folder here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hugging_face")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        datasets = pytest.importorskip("datasets")
+        features = datasets.Features(label=datasets.ClassLabel(num_classes=10), image=datasets.Image())
+        for split in SIZES:
+            images = [Image.fromarray(image[0]) for image in np.load(files / f"{split}_images.npy")]
+            rows = {"label": np.load(files / f"{split}_targets.npy").tolist(), "image": images}
+            rows = datasets.Dataset.from_dict(rows, features=features)
+            for i in range(shards := 2 if split == "train" else 1):
+                rows.shard(shards, i).to_parquet(files / f"{split}-{i}.parquet")
+        yield
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request, files: Path) -> str:
+    if request.param == "parquet":
+        request.getfixturevalue("hugging_face")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def repo(name: str, tmp_path_factory) -> Path:
+    return edited(DIFFS[name], tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def data(repo: Path) -> ModuleType:
+    """The edited data.py."""
+    spec = importlib.util.spec_from_file_location(f"{repo.name}_data", repo / "data.py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_five_diffs():
+    assert NAMES == ["folder", "lines", "mapped", "parquet", "stream"]
+
+
+def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Path):
+    scale = {"lines": 16, "stream": 16}.get(name, 255)
+    for split in ("val", "test"):
+        part = data.build_datasets(name, str(files), 42)[split]
+        order = np.random.default_rng(0).permutation(SIZES[split])
+        assert len(part) == SIZES[split] and getattr(part, "num_classes", 10) == 10
+        images, targets = data.MicroBatches(part, 42)[0, order]
+        assert images.dtype == torch.float32 and targets.dtype == torch.int64
+        expected = torch.from_numpy(np.load(files / f"{split}_images.npy")[order])
+        torch.testing.assert_close(images * scale, expected.float())
+        assert targets.tolist() == np.load(files / f"{split}_targets.npy")[order].tolist()
+        torch.testing.assert_close(torch.as_tensor(part[0][0]), data.MicroBatches(part, 42)[0, np.array([0])][0][0])
+
+
+def load(data, name, files, rank=0, world_size=1, num_workers=0, first_step=0) -> list[tuple[list, list]]:
+    """The micro-batches of a rank in two epochs of 9 steps of 64 samples, 4 micro-batches each."""
+    train = data.build_datasets(name, str(files), 42)["train"]
+    train[0]  # as the training process does before it starts workers
+    cls = data.StreamSampler if name == "stream" else data.TrainSampler
+    sampler = cls(len(train), 9, 2, 64, 16, rank, world_size, 42)
+    sampler.first_step = first_step
+    loader = data.build_loader(train, sampler, 42, num_workers, pin_memory=False)
+    return [(images.tolist(), targets.tolist()) for images, targets in loader]
+
+
+def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(name: str, data, files: Path):
+    alone = load(data, name, files)
+    assert len(alone) == 72
+    for rank in range(2):
+        assert load(data, name, files, rank, 2, num_workers=2) == alone[rank::2]
+    assert load(data, name, files, num_workers=2, first_step=11) == alone[44:]
+    targets = np.load(files / "train_targets.npy")
+    seen = np.bincount(sum((targets for _, targets in alone[:36]), []), minlength=10)
+    assert (abs(seen - np.bincount(targets)) <= 24).all()  # 576 of the 600, or of the stream something like them
+    assert alone[0][1] != sorted(alone[0][1])  # shuffled
+
+
+def test_augmentation_follows_the_epoch(name: str, data, files: Path):
+    batches = data.MicroBatches(data.build_datasets(name, str(files), 42)["train"], 42)
+    first, again, other = (batches[epoch, np.arange(64)][0] for epoch in (0, 0, 1))
+    assert torch.equal(first, again)
+    if name in ("folder", "mapped"):
+        changed = [i for i in range(64) if not torch.equal(first[i], other[i])]
+        assert 16 < len(changed) < 48
+        assert all(torch.equal(first[i], other[i].flip(-1)) for i in changed)
+
+
+def test_a_worker_that_is_not_forked_gets_no_data(name: str, data, files: Path):
+    """It gets the dataset pickled: after a first sample was taken, and without its arrays."""
+    train = data.build_datasets(name, str(files), 42)["train"]
+    train[0]
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 10_000 or name == "folder"  # 38,400 bytes are the images; a folder sends its file names
+    ours, theirs = (data.MicroBatches(dataset, 42)[1, np.arange(5, 9)] for dataset in (train, pickle.loads(pickled)))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
+    stream = f"{edited(DIFFS['stream'], tmp_path)}/train.py --dataset stream --data_dir {files}"
+    for options in ("", " --limit_train_batches 0.5"):
+        assert "--limit_train_batches" in run(f"{stream}{options}", tmp_path, code=2).stderr
+
+
+def test_killed_in_mid_epoch_with_workers_and_resumed_is_the_same_run(name: str, repo: Path, files: Path, tmp_path):
+    command = f"{repo}/{RUN} --dataset {name} --data_dir {files}"
+    if name in ("lines", "parquet"):  # for the loop as `folder` and `mapped` are
+        run(f"{repo}/train.py --accelerator cpu --fast_run --dataset {name} --data_dir {files}", tmp_path)
+        return
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    run(command, whole)
+    assert interrupt(f"{command} --num_workers 2", killed, kill_group).returncode < 0
+    run(f"{repo}/train.py --resume {run_dir(killed)}", killed)
+    assert_same_run(killed, whole)
+    if name == "stream":
+        (tmp_path / "on_2").mkdir()
+        run(f"{command} {ON_2}", tmp_path / "on_2")
+        torch.testing.assert_close(weights(tmp_path / "on_2"), weights(whole), atol=1e-5, rtol=0)
