@@ -51,7 +51,8 @@ class TrainConfig:
     """Kind of device"""
     devices: str = "auto"  # How many (`2`), which (`0,2`), or `idle:2` for two GPUs that nobody uses
     num_nodes: int = 1  # Machines that take part
-    strategy: str = "auto"  # How several devices work together: ddp, dp, fsdp, or any other name that Fabric knows
+    strategy: str = "auto"
+    """How several devices work together: ddp, model_parallel or fsdp (sharded), or any other name that Fabric knows"""
     sync_batchnorm: bool = False  # Take BatchNorm's statistics over all devices; for few samples per device
     timeout: float = 300  # Seconds that a process waits for the others before it gives the run up
     rank_logs: str | None = None  # Directory for a file per process with all that it prints, to find the bad node

@@ -33,6 +33,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from config import DEVICE_OPTIONS, checkpoints_of, fail, srun_tasks, to_yaml
@@ -450,6 +451,9 @@ def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular=True, be
     """Writes a checkpoint: a file, or a directory from a strategy that shards; called on all ranks. It is step-*.ckpt
     where `regular`. Where `best`, best.ckpt becomes a link to it, which costs no second serialization. Then all but the
     newest `keep` step-*.ckpt are deleted."""
+    for module in state["model"].modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a validation leaves gathered what a backward pass would have shared out again
     if not all(parameter.sum(dtype=torch.float32).isfinite() for parameter in state["model"].parameters()):
         fail(f"the weights are not finite after step {state['step']}; the checkpoints in {run_dir} are good", code=1)
     folder = run_dir / "checkpoints"

@@ -14,6 +14,8 @@ from conftest import (
     SMALL,
     assert_same_run,
     copied,
+    diffs,
+    edited,
     history,
     interrupt,
     kill_group,
@@ -197,6 +199,14 @@ def test_compiles_in_bf16(tmp_path):
     options = f"{SMALL} --epochs 1 --limit_train_batches 2 --logger_name csv"
     run(f"train.py {options} {SHARDED} --compile --precision bf16-true", tmp_path)
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(tmp_path).values())
+
+
+@pytest.mark.parametrize("diff", diffs("recipes/README.md"))
+def test_less_is_sharded_or_kept(whole, tmp_path, diff):
+    """ZeRO-2, and activations computed again: the same training."""
+    program = edited(diff, tmp_path) / "train.py"
+    run(f"{program} {FOUR.removeprefix('train.py')} {SHARDED}", tmp_path)
+    assert_close(tmp_path, whole)
 
 
 def test_dp_says_what_to_use(tmp_path):
