@@ -482,7 +482,7 @@ def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular=True, be
         os.replace(beside, best_path)
     old = [*folder.glob("best-*.ckpt"), *([folder / "step-00000000.ckpt"] if state["step"] else [])]
     for path in old + sorted(folder.glob("step-*.ckpt"))[: -keep if keep else 0]:
-        if path != best_path.resolve() and path.exists():
+        if path.resolve() != best_path.resolve() and path.exists():
             path.rename(path.with_suffix(".tmp"))  # a half deleted directory must not have the name of a whole one
             Thread(target=remove, args=(path.with_suffix(".tmp"),)).start()  # of 1 GB it takes half a second
 

@@ -117,12 +117,14 @@ def test_goes_on_from_before_the_first_step(whole, tmp_path):
     torch.testing.assert_close(weights(tmp_path), weights(whole), atol=0, rtol=0)
 
 
-def test_keeps_the_newest_checkpoints_and_the_best(whole):
-    """A directory has one name only, so best.ckpt is a symbolic link, and what it shows stays."""
-    folder = run_dir(whole) / "checkpoints"
-    best = (folder / "best.ckpt").resolve()
-    steps = {folder / f"step-{step:08d}.ckpt" for step in (28, 30, 32)}
-    assert best.is_dir() and {path.resolve() for path in folder.iterdir()} == steps | {best}
+def test_keeps_the_newest_checkpoints_and_the_best(tmp_path):
+    """A directory has one name only, so best.ckpt is a symbolic link, and what it shows stays. Here the first epoch is
+    the best, and is saved for that alone: a checkpoint is due every second epoch."""
+    options = "--checkpoint_frequency 2 --num_checkpoint_keep 1 --monitor train/loss --monitor_mode max"
+    run(f"{FOUR} {SHARDED} {options}", tmp_path)
+    folder = run_dir(tmp_path) / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["best-00000008.ckpt", "best.ckpt", "step-00000032.ckpt"]
+    assert (folder / "best.ckpt").resolve() == folder / "best-00000008.ckpt" and is_whole(folder / "best.ckpt")
 
 
 def test_a_copied_run_goes_on(killed, whole, tmp_path):
