@@ -27,7 +27,6 @@ from torchmetrics import Metric, MetricCollection
 
 import utils
 from data import EvalSampler, build_datasets, build_loader
-from model import shard
 from train import build_model, validate
 
 
@@ -122,7 +121,7 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
 def main(config: TestConfig, run_dir: Path) -> int:
     """Finds every mistake of the user before anything is launched, then evaluates. Returns the exit code."""
     trained, _ = read_config(run_dir)
-    fabric = utils.build_fabric(replace(config, precision=config.precision or trained.precision), shard)
+    fabric = utils.build_fabric(replace(config, precision=config.precision or trained.precision))
     known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": utils.checkpoints_of(run_dir)}
     path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), None)
     if path is None or not path.exists():

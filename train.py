@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import utils
 from data import EvalSampler, TrainSampler, build_datasets, build_loader, stable_seed
-from model import Model, shard
+from model import Model
 
 
 def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
@@ -290,7 +290,7 @@ def main(config: TrainConfig, resume_dir: Path | None) -> int:
     """Finds every mistake of the user before anything is launched or made, then trains. Returns the exit code."""
     if n := config.fast_run:
         config = replace(config, epochs=1, limit_train_batches=n, limit_val_batches=n)
-    fabric = utils.build_fabric(config, shard)
+    fabric = utils.build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)
     try:
         datasets = build_datasets(config.dataset, config.data_dir, config.seed)

@@ -44,9 +44,8 @@ PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TE
 # ---- devices and scaling rules
 
 
-def build_fabric(config, shard) -> Fabric:
-    """Fabric with the devices of the config; `shard` of model.py is for `--strategy model_parallel`. What the machine
-    cannot do ends with one line."""
+def build_fabric(config) -> Fabric:
+    """Fabric with the devices of the config. What the machine cannot do ends with one line."""
     gc.enable()  # after the imports; what they made is never looked at again
     gc.collect()
     gc.freeze()
@@ -60,6 +59,8 @@ def build_fabric(config, shard) -> Fabric:
         fail("--strategy dp: one process cannot repeat its dropout on several GPUs, and is slower; use ddp")
     try:
         if config.strategy == "model_parallel":
+            from model import shard  # here: a model that is never sharded need not have it
+
             options["strategy"] = FullyShardedStrategy(shard)
         if config.devices.startswith("idle:"):
             if "IDLE_DEVICES" not in os.environ:  # the processes that Fabric launches must not search again

@@ -198,7 +198,7 @@ def test_the_learning_rate_scales_with_the_batch_size(runs, name, rule, peak):
 def test_denormal_numbers_are_zero_on_a_cpu(tmp_path):
     """Adam keeps them for units that have died, and a CPU is several times slower with them."""
     code = "import torch, utils; from config import TrainConfig; "
-    code += "utils.build_fabric(TrainConfig(accelerator='cpu'), None); print((torch.tensor([1e-30]) * 1e-10).item())"
+    code += "utils.build_fabric(TrainConfig(accelerator='cpu')); print((torch.tensor([1e-30]) * 1e-10).item())"
     (tmp_path / "denormal.py").write_text(f"import sys; sys.path.insert(0, {str(REPO)!r}); {code}")
     assert float(run(str(tmp_path / "denormal.py"), tmp_path).stdout) == 0
 
