@@ -2,6 +2,7 @@
 
 python benchmarks/scale.py order      # the order of an epoch of 100 million samples, and two workers on it
 python benchmarks/scale.py save       # a checkpoint of 1 GB
+python benchmarks/scale.py waits      # how long W3 waits for a checkpoint in each epoch
 python benchmarks/scale.py processes  # W3 on one core and on two
 """
 
@@ -120,6 +121,37 @@ def save() -> None:
     print(f"{size:.1f} GB: template {own_seconds:.2f} s, torch.save and fsync {raw_seconds:.2f} s, ratio {ratio:.2f}")
 
 
+# Runs train.py of the working directory, and prints the share of the time that it spent in save_checkpoint.
+TIMED = """
+import sys, time
+import config; settings = config.parse_train()
+import train, utils
+
+saved = []
+def timed(*args, save=utils.save_checkpoint):
+    began = time.perf_counter()
+    save(*args)
+    saved.append((began, time.perf_counter() - began))
+
+utils.save_checkpoint = timed
+train.main(*settings)
+_, *saved, (end, _) = saved  # from the first epoch's to the last one's
+print(sum(seconds for _, seconds in saved) / (end - saved[0][0]))
+"""
+
+
+def waits() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_mnist(Path(folder) / "mnist")
+        cwd = run.copy_template("W3", Path(folder) / "template").parent
+        options = run.OPTIONS.replace("--checkpoint_frequency None", "--checkpoint_frequency 1").split()
+        options += ["--dataset", "mnist", "--data_dir", f"{folder}/mnist", "--epochs", "6"]
+        options += ["--effective_batch_size", "128"]
+        done = subprocess.run([sys.executable, "-c", TIMED, *options], cwd=cwd, check=True, capture_output=True,
+                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    print(f"W3, a checkpoint per epoch: waited for it {float(done.stdout.split()[-1]):.2%} of the time")
+
+
 def processes(rounds: int = 5) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_mnist(Path(folder) / "mnist")
@@ -141,4 +173,4 @@ def processes(rounds: int = 5) -> None:
 
 
 if __name__ == "__main__":
-    {"order": order, "save": save, "processes": processes}[sys.argv[1]]()
+    {"order": order, "save": save, "waits": waits, "processes": processes}[sys.argv[1]]()
