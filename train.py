@@ -81,6 +81,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     train_set, val_set = datasets["train"], datasets["val"]
     run_dir, stop = resume_dir, utils.Stopper(fabric, config.timeout)
     utils.explain_failures(fabric, config, lambda: run_dir)
+    # What hosts may have of their own; where they differ in anything else, they would wait for each other for ever.
+    same = replace(config, devices="", data_dir=None, num_workers=0)
+    if odd := utils.odd_one_out(fabric, (same, resume_dir)):
+        fail(f"{odd} has other options than rank 0, or has found another run to resume; {utils.SHARED}")
 
     # ---- what follows from the config
     batch_size, seed, step_seed = config.effective_batch_size, config.seed, stable_seed("step", config.seed)
