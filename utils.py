@@ -514,7 +514,7 @@ def explain_failures(fabric: Fabric, config, get_run_dir=lambda: None) -> None:
         while cause.__context__ and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
         text = " ".join(f"rank {fabric.global_rank}: {type(cause).__name__}: {cause}".split())
-        is_alone = re.search("gloo|nccl|connection|timed?\s?out", text, re.IGNORECASE)
+        is_alone = re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE)
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
             advice = "a smaller --batch_size"  # of test.py
             if hasattr(config, "effective_batch_size"):

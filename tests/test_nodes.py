@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,9 @@ from conftest import (
     wait_for,
     weights,
 )
+from torch.distributed import TCPStore
+
+from utils import fresh_store
 
 HOSTS = "recipes/two_hosts.sh"
 BIN = Path(sys.executable).parent
@@ -147,6 +152,23 @@ def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, t
 
 
 # ---- elastic
+
+
+def test_ranks_that_start_again_agree_on_a_new_part_of_the_store(monkeypatch):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+
+    def member(rank: int, late: float) -> None:
+        time.sleep(late)
+        store = fresh_store(rank, 3, timedelta(seconds=20))
+        store.add("members", 1)
+        time.sleep(1)  # until all are there
+        assert store.add("members", 0) == 3
+
+    with ThreadPoolExecutor(3) as pool:
+        for late in ((0, 0, 0), (0, 0, 0.5), (0.5, 0, 0), (0, 0.5, 0.2)):
+            list(pool.map(member, range(3), late))
 
 
 def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_path):
