@@ -534,9 +534,10 @@ def explain_failures(fabric: Fabric, config, get_run_dir=lambda: None) -> None:
                 text = first.read_text() if is_alone and first.exists() else text
                 first.write_text(text)
         print(f"\n{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
-        if "timed out" in text.lower() and fabric.local_rank and "TORCHELASTIC_RUN_ID" not in os.environ:
+        is_launched_by_fabric = "LOCAL_WORLD_SIZE" not in os.environ and srun_tasks() == 1
+        if "timed out" in text.lower() and fabric.local_rank and is_launched_by_fabric:
             time.sleep(10)
-            os.kill(os.getppid(), signal.SIGKILL)  # rank 0, which launched this one, does not answer
+            os.kill(os.getppid(), signal.SIGKILL)  # local rank 0, which does not answer
         os._exit(1)  # at once: nothing that is left could answer
 
     sys.excepthook = hook

@@ -6,8 +6,8 @@
 #       --main_address $MASTER_ADDR --main_port $MASTER_PORT train.py'
 #   recipes/two_hosts.sh 'torchrun --nnodes 2 --nproc_per_node 2 --node_rank $NODE_RANK --master_addr $MASTER_ADDR \
 #       --master_port $MASTER_PORT train.py --accelerator cpu'
-#   recipes/two_hosts.sh torchrun --nnodes 1:2 --nproc_per_node 2 --max-restarts 3 --rdzv-backend c10d \
-#       --rdzv-endpoint host0:29500 train.py --accelerator cpu --resume auto
+#   TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 recipes/two_hosts.sh torchrun --nnodes 1:2 --nproc_per_node 2 \
+#       --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py --accelerator cpu --resume auto
 # In quotes, $NODE_RANK and the others are those of each host. Exits with the code of host0, or, where that is 0, of
 # host1. The hosts, and all that runs on them, end with this script.
 name=two_hosts_$$_ hosts=$(mktemp) pids=() code=0
