@@ -117,6 +117,7 @@ class TestConfig:
     devices: str = "auto"  # How many (`2`), which (`0,2`), or `idle:2` for two GPUs that nobody uses
     num_nodes: int = 1  # Machines that take part
     strategy: str = "auto"  # How several devices work together: any name that Fabric knows
+    timeout: float = 300  # Seconds that a process waits for the others before it gives up
     precision: Precision | None = None  # Number format; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes the training's
     num_workers: int = 0  # Processes that load data, per device
@@ -131,10 +132,10 @@ FIXED_ON_RESUME = ("seed", "dataset", "effective_batch_size", "micro_batch_size"
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")
 
 
-def is_rank_zero() -> bool:
-    """Whether this is rank 0, as far as the environment tells before Fabric is there."""
-    # SLURM_PROCID comes last: it is 0 in a job's shell, so also in all that Fabric launches from there.
-    return not int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or 0)
+def is_local_zero() -> bool:
+    """Whether this is the first process of its node, as far as the environment tells before Fabric is there."""
+    # SLURM_LOCALID comes last: it is 0 in a job's shell, so also in all that Fabric launches from there.
+    return not int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 
 def srun_tasks() -> int:
@@ -143,11 +144,12 @@ def srun_tasks() -> int:
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """Ends the program with one line on stderr, from rank 0 alone. Exit code 2 says: bad input, nothing was made.
+    """Ends the program with one line on stderr, from the first process of each node: another node may not have the
+    problem. Exit code 2 says: bad input, nothing was made.
 
-    The other ranks leave with 0: a launcher that sees them fail first would kill rank 0 and lose its exit code.
+    The others leave with 0: a launcher that sees them fail first would kill the first and lose its exit code.
     """
-    if not is_rank_zero():
+    if not is_local_zero():
         sys.exit(0)
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -306,7 +308,7 @@ def parse_train() -> tuple[TrainConfig, Path | None]:
                 continue
             if name in FIXED_ON_RESUME:
                 fail(f"--{name} {new}: {run_dir.name} was trained with {old}, which a resume cannot change")
-            if is_rank_zero():
+            if is_local_zero():
                 print(f"--{name} {new} instead of {old}")
     if found := problems(config):
         fail("; ".join(found))

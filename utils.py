@@ -22,8 +22,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Thread
+from uuid import uuid4
 
 import torch
 from lightning.fabric import Fabric
@@ -39,6 +41,9 @@ from torch.distributed.tensor import DTensor
 from config import DEVICE_OPTIONS, checkpoints_of, fail, srun_tasks, to_yaml
 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
+# What hosts may have of their own; where they differ in other options, they would wait for each other for ever.
+OWN_OF_A_HOST = ("devices", "data_dir", "num_workers", "rank_logs")
+SHARED = "all hosts need the same options and the same --root_dir, on a file system that they share"
 
 
 # ---- devices and scaling rules
@@ -49,6 +54,8 @@ def build_fabric(config) -> Fabric:
     gc.enable()  # after the imports; what they made is never looked at again
     gc.collect()
     gc.freeze()
+    for name in ("cli_used", *DEVICE_OPTIONS):  # `fabric run` is torchrun with options, which the config has by now:
+        os.environ.pop(f"LT_{name.upper()}", None)  # Fabric would connect at once, before it knows the timeout
     options = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     asked = " ".join(f"--{name} {value}" for name, value in options.items())
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -73,6 +80,8 @@ def build_fabric(config) -> Fabric:
             # ranks that nobody starts, and a job named `interactive` would start each rank several times.
             plugins.append(SLURMEnvironment() if srun_tasks() > 1 else LightningEnvironment())
         fabric = Fabric(**options, plugins=plugins)
+        if hasattr(fabric.strategy, "_timeout"):  # Fabric has no option for it; its own is 30 minutes
+            fabric.strategy._timeout = timedelta(seconds=config.timeout)
     except Exception as error:  # ValueError, RuntimeError, ImportError, MisconfigurationException, ...
         fail(f"{asked}: {error}")
     meant = getattr(fabric.strategy, "num_processes", 1) * config.num_nodes
@@ -106,24 +115,56 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def launch(fabric: Fabric, function, **arguments) -> int:
-    """Calls function(fabric, **arguments) in every process. Returns its exit code, 0 on all ranks but the first: a
-    launcher that sees another rank fail would kill rank 0 before it is through."""
+    """Calls function(fabric, **arguments) in every process. Returns its exit code, and 0 on all but the first of a
+    node: a launcher that sees another one fail would kill the first before it is through."""
+    explain_failures(fabric, arguments["config"])
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
-    if "TORCHELASTIC_RUN_ID" in os.environ and fabric.world_size > 1 and not torch.distributed.is_initialized():
-        # torchrun keeps its store over restarts: without a prefix a rank may find the address of a dead one there, and
-        # wait for it for half an hour. Fabric takes the group that is there.
-        env = os.environ
-        store = torch.distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-        store = torch.distributed.PrefixStore(f"{env['TORCHELASTIC_RESTART_COUNT']}/{env['WORLD_SIZE']}", store)
-        group = {"store": store, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and fabric.world_size > 1:
+        # torchrun's own store: Fabric takes the group that is there.
+        group = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        group |= {"store": fresh_store(**group, timeout=fabric.strategy._timeout), "timeout": fabric.strategy._timeout}
         torch.distributed.init_process_group(fabric.strategy._get_process_group_backend(), **group)
-    run = partial(function, **arguments)  # Fabric would look into arguments of its own, and refuses a frozen config
-    # `fabric run` has started the processes already and forbids to launch.
-    code = run(fabric) if os.environ.get("LT_CLI_USED") else fabric.launch(run)
+
+    def run(fabric: Fabric) -> int:  # without arguments: Fabric would look into them, and refuses a frozen config
+        same = {name: value for name, value in vars(arguments["config"]).items() if name not in OWN_OF_A_HOST}
+        if odd := odd_one_out(fabric, (same, [value for value in arguments.values() if isinstance(value, Path)])):
+            fail(f"{odd} has other options than rank 0, or has found another run; {SHARED}")
+        return function(fabric, **arguments)
+
+    code = fabric.launch(run)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # after the model is gone, else gloo can abort at exit
-    return code if fabric.is_global_zero else 0
+    return code if fabric.local_rank == 0 else 0
+
+
+def fresh_store(rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:
+    """A part of torchrun's store for this start alone. torchrun keeps the store over restarts, so that a rank may find
+    the address of a dead one in it, and wait for that; and its restart counts differ between nodes.
+
+    Each rank writes a new random key, and the hash of the keys of all ranks that it sees: once all have written the
+    same hash, each of them has seen the new keys of all others, and nobody earlier can have written it."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout)
+    store.set(f"key/{rank}", uuid4().hex)
+    deadline, seen = time.monotonic() + timeout.total_seconds(), set()
+    while time.monotonic() < deadline:
+        keys = store.multi_get([f"key/{other}" for other in range(world_size)])
+        store.set(f"hash/{rank}", own := sha256(b"".join(keys)).hexdigest())
+        seen = {*store.multi_get([f"hash/{other}" for other in range(world_size)])}
+        if seen == {own.encode()}:
+            return torch.distributed.PrefixStore(own, store)
+        time.sleep(0.05)
+    raise TimeoutError("timed out while the ranks agreed on a store")
+
+
+def odd_one_out(fabric: Fabric, value) -> str | None:
+    """Names a process, with its host, whose value is not that of rank 0. Called on all ranks."""
+    flags = torch.zeros(fabric.world_size)
+    flags[fabric.global_rank] = fabric.broadcast(value) != value
+    odd = int(fabric.all_reduce(flags, reduce_op="sum").argmax())
+    name = fabric.broadcast(f"rank {odd} on {platform.node()}", odd)
+    return name if odd else None
 
 
 def tee_output(folder: Path, rank: int) -> None:
@@ -239,6 +280,8 @@ def make_run_dir(fabric: Fabric, config, state: dict) -> Path:
             hidden.mkdir(parents=True)
         start_run_dir(fabric, config, hidden)
         save_checkpoint(fabric, hidden, state)
+        if odd := odd_one_out(fabric, hidden.exists()):
+            raise OSError(f"{odd} does not see it; {SHARED}")
         while fabric.is_global_zero and hidden.exists():
             try:
                 run_dir.mkdir()  # to rename over: this much must not be somebody else's
@@ -500,6 +543,8 @@ def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
         print(f"skipped {path}: it is damaged", file=sys.stderr)
     if (chosen := fabric.broadcast(chosen)) is None:
         fail(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed", code=1)
+    if odd := odd_one_out(fabric, sum(part.stat().st_size for part in (chosen, *chosen.glob("*")) if part.is_file())):
+        fail(f"--resume: {odd} does not see {chosen} as rank 0 does; {SHARED}")
     found, wanted = read_values(chosen), dict(state)
     if not found["precision"]:
         del wanted["precision"]  # from a run without a gradient scaler: that of 16-mixed starts afresh
@@ -562,9 +607,7 @@ class Stopper:
         self.signal, self.world_size = 0, fabric.world_size
         self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since they last asked
         if self.world_size > 1:  # on the CPU, so that asking never waits for a GPU
-            self.group = torch.distributed.new_group(backend="gloo")
-            for group in (self.group, torch.distributed.group.WORLD):  # Fabric's own, too, which waits for 30 minutes
-                torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.handle(self.receive)
 
     def handle(self, handler) -> None:
@@ -591,23 +634,28 @@ class Stopper:
         return self.signal > 0
 
 
-def explain_failures(fabric: Fabric, config, get_run_dir) -> None:
+def explain_failures(fabric: Fabric, config, get_run_dir=lambda: None) -> None:
     """From here on an exception ends the process with a last line: what happened, what is safe, what to do.
 
     The first rank that fails leaves its words in error.txt; the others, which then lose contact to it, repeat them.
     """
 
     def hook(kind: type, error: BaseException, trace) -> None:
+        if kind is KeyboardInterrupt:
+            return sys.__excepthook__(kind, error, trace)
         cause = error
         while cause.__context__ and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
         text = " ".join(f"rank {fabric.global_rank}: {type(cause).__name__}: {cause}".split())
-        is_alone = re.search("gloo|nccl|connection|timed out", text, re.IGNORECASE)
+        is_alone = re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE)
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-            share = config.effective_batch_size // fabric.world_size
-            half = (config.micro_batch_size or share) // 2
-            smaller = next((size for size in range(half, 0, -1) if share % size == 0), 1)
-            text = f"out of memory: try --micro_batch_size {smaller} for the same effective batch size; {text}"
+            advice = "a smaller --batch_size"  # of test.py
+            if hasattr(config, "effective_batch_size"):
+                share = config.effective_batch_size // fabric.world_size
+                half = (config.micro_batch_size or share) // 2
+                smaller = next((size for size in range(half, 0, -1) if share % size == 0), 1)
+                advice = f"--micro_batch_size {smaller} for the same effective batch size"
+            text = f"out of memory: try {advice}; {text}"
         elif is_alone:
             text = f"another process died, or did not answer for --timeout {config.timeout:g} seconds; {text}"
         elif not isinstance(cause, OSError):
@@ -619,9 +667,10 @@ def explain_failures(fabric: Fabric, config, get_run_dir) -> None:
                 text = first.read_text() if is_alone and first.exists() else text
                 first.write_text(text)
         print(f"\n{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
-        if "timed out" in text.lower() and fabric.local_rank and "TORCHELASTIC_RUN_ID" not in os.environ:
+        is_launched_by_fabric = "LOCAL_WORLD_SIZE" not in os.environ and srun_tasks() == 1
+        if "timed out" in text.lower() and fabric.local_rank and is_launched_by_fabric:
             time.sleep(10)
-            os.kill(os.getppid(), signal.SIGKILL)  # rank 0, which launched this one, does not answer
+            os.kill(os.getppid(), signal.SIGKILL)  # local rank 0, which does not answer
         os._exit(1)  # at once: nothing that is left could answer
 
     sys.excepthook = hook

@@ -31,11 +31,12 @@ TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 
 
 def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.Popen:
-    """Starts `train.py ...` or `test.py ...` in `cwd`, as the leader of a process group of its own."""
+    """Starts `train.py ...`, `test.py ...` or a script of recipes/ in `cwd`, as the leader of a process group."""
     script, _, options = command.partition(" ")
+    interpreter = "bash" if script.endswith(".sh") else sys.executable
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
     return subprocess.Popen(
-        [sys.executable, str(repo / script), *options.split()],
+        [interpreter, str(repo / script), *options.split()],
         cwd=cwd,
         env=clean | {"OMP_NUM_THREADS": "1"} | env,
         stdout=subprocess.PIPE,

@@ -1,0 +1,186 @@
+"""Several machines: two hosts, which recipes/two_hosts.sh makes out of this one, train one run."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    LONG,
+    REPO,
+    SMALL,
+    assert_stopped_and_saved,
+    history,
+    newest,
+    run,
+    run_dir,
+    snapshot,
+    start,
+    truncate,
+    wait_for,
+    weights,
+)
+from torch.distributed import TCPStore
+
+from utils import fresh_store
+
+HOSTS = "recipes/two_hosts.sh"
+BIN = Path(sys.executable).parent
+MICRO_16 = f"{SMALL} --micro_batch_size 16"
+PLAIN = f"{sys.executable} {REPO}/train.py --num_nodes 2 --strategy ddp"
+TORCHRUN = f"{BIN}/torchrun --nnodes 2 --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port $MASTER_PORT"
+FABRIC_RUN = (
+    f"{BIN}/fabric run --accelerator cpu --strategy ddp --devices 1 --num_nodes 2 --node_rank $NODE_RANK "
+    "--main_address $MASTER_ADDR --main_port $MASTER_PORT"
+)
+ELASTIC = (
+    f"{BIN}/torchrun --nnodes 1:2 --max-restarts 3 --monitor-interval 0.1 --rdzv-backend c10d "
+    "--rdzv-endpoint host0:29500 --rdzv-conf last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=4"
+)
+
+probe = subprocess.run(["bash", REPO / HOSTS, "true"], capture_output=True, text=True)
+pytestmark = pytest.mark.skipif(probe.returncode != 0, reason=f"no second host: {probe.stderr.strip()[-200:]}")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> Path:
+    """Where one process has trained."""
+    cwd = tmp_path_factory.mktemp("one")
+    run(f"train.py {MICRO_16}", cwd)
+    return cwd
+
+
+def assert_same_training(cwd: Path, expected: Path) -> None:
+    """One run directory, whose weights agree up to the rounding of a sum, and each step once in the log."""
+    torch.testing.assert_close(weights(cwd), weights(expected), atol=1e-5, rtol=0)
+    assert [row["step"] for row in history(cwd)] == [row["step"] for row in history(expected)]
+
+
+def pids(process: subprocess.Popen, host: int) -> list[int]:
+    """The processes of a host."""
+    name = f"two_hosts_{process.pid}_{host}"
+    return [*map(int, subprocess.check_output(["ip", "netns", "pids", name], text=True).split())]
+
+
+def last_lines(error: str) -> list[str]:
+    """What train.py has to say in the end, without the words of torch."""
+    assert "Traceback" not in error
+    return [line for line in error.splitlines() if line.startswith("train.py: error: ")]
+
+
+# ---- launchers
+
+
+@pytest.mark.parametrize(
+    "command, processes",
+    [
+        (f"{PLAIN} --devices 2", 4),
+        (f"{TORCHRUN} --nproc_per_node 1 {REPO}/train.py", 2),
+        (f"{FABRIC_RUN} {REPO}/train.py", 2),
+    ],
+    ids=["plain", "torchrun", "fabric run"],
+)
+def test_two_hosts_train_like_one_process(one, command, processes, tmp_path):
+    done = run(f"{HOSTS} {command} {MICRO_16}", tmp_path)
+    assert f"64 = {processes} process(es) x 16 micro_batch_size" in done.stdout
+    assert len(list(tmp_path.iterdir())) == 1
+    assert_same_training(tmp_path, one)
+
+
+def test_a_signal_stops_two_hosts_together_and_they_go_on(whole, tmp_path):
+    command = f"{HOSTS} {PLAIN.replace('train.py', LONG)} --devices 1 --resume auto"
+    process = start(command, tmp_path)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
+    os.kill(pids(process, 1)[0], signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    assert_stopped_and_saved(done, tmp_path)
+    run(command, tmp_path)
+    assert_same_training(tmp_path, whole)
+
+
+# ---- no shared directory, other options, a host that is missing: one line, before anything is made
+
+
+def test_a_new_run_needs_a_shared_directory(tmp_path):
+    for host in "01":
+        (tmp_path / host).mkdir()
+    error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {SMALL}", tmp_path, code=2).stderr
+    for line in last_lines(error):
+        assert "--root_dir . " in line and "rank 1 on host1 does not see it" in line
+    assert len(last_lines(error)) == 2  # one a host
+    assert not list(tmp_path.glob("*/*"))
+
+
+@pytest.mark.parametrize("differs", ["run", "checkpoint", "option"])
+def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
+    for host in "01":
+        (tmp_path / host).mkdir()
+        if differs != "run" or host == "0":
+            copy = shutil.copytree(run_dir(one), tmp_path / host / run_dir(one).name)
+            (copy / "model.pt").unlink()
+    if differs == "checkpoint":
+        truncate(copy / "checkpoints" / "step-00000020.ckpt")
+    before = snapshot(tmp_path)
+    options = f"--resume auto {MICRO_16} --base_lr {'1e-$((2+NODE_RANK))' if differs == 'option' else '1e-3'}"
+    error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {options}", tmp_path, code=2).stderr
+    for line in last_lines(error):
+        assert "rank 1 on host1 " in line
+        assert ("does not see" if differs == "checkpoint" else "has other options") in line
+    assert len(last_lines(error)) == 2
+    assert snapshot(tmp_path) == before
+
+
+def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, tmp_path):
+    for host in "01":
+        (tmp_path / host).mkdir()
+    (shutil.copytree(run_dir(one), tmp_path / "0" / run_dir(one).name) / "model.pt").unlink()
+    command = f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 --resume train_out --timeout 5"
+    began = time.monotonic()
+    host_1, host_0 = last_lines(run(command, tmp_path, code=1).stderr)
+    assert time.monotonic() - began < 30
+    assert "--resume train_out: no such run" in host_1
+    assert "did not answer for --timeout 5 seconds" in host_0
+
+
+# ---- elastic
+
+
+def test_ranks_that_start_again_agree_on_a_new_part_of_the_store(monkeypatch):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+
+    def member(rank: int, late: float) -> None:
+        time.sleep(late)
+        store = fresh_store(rank, 3, timedelta(seconds=20))
+        store.add("members", 1)
+        time.sleep(1)  # until all are there
+        assert store.add("members", 0) == 3
+
+    with ThreadPoolExecutor(3) as pool:
+        for late in ((0, 0, 0), (0, 0, 0.5), (0.5, 0, 0), (0, 0.5, 0.2)):
+            list(pool.map(member, range(3), late))
+
+
+def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_path):
+    process = start(f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 20 --resume auto", tmp_path)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
+    os.kill(pids(process, 1)[-1], signal.SIGKILL)
+    step = newest(tmp_path)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > step + 8)
+    for pid in pids(process, 1):
+        os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL, err  # of host 1; host 0 has ended well
+    equations = re.findall(r"64 = (\d) process", out)
+    assert equations == ["2", "2", "2", "2", "1"]  # one a host
+    assert_same_training(tmp_path, whole)
