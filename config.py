@@ -52,7 +52,7 @@ class TrainConfig:
     devices: str = "auto"  # How many (`2`), which (`0,2`), or `idle:2` for two GPUs that nobody uses
     num_nodes: int = 1  # Machines that take part
     strategy: str = "auto"  # How several devices work together: ddp, dp, fsdp, or any other name that Fabric knows
-    timeout: float = 300  # Seconds that a process waits for the others before it gives the run up
+    timeout: float = 300  # Seconds that a process waits for the others, also at the start, before it gives up
     precision: Precision = "32-true"  # Number format of all (-true), or of the arithmetic alone (-mixed)
     compile: bool = False  # Compile the model with torch.compile
 
@@ -114,7 +114,7 @@ class TestConfig:
     devices: str = "auto"  # How many (`2`), which (`0,2`), or `idle:2` for two GPUs that nobody uses
     num_nodes: int = 1  # Machines that take part
     strategy: str = "auto"  # How several devices work together: any name that Fabric knows
-    timeout: float = 300  # Seconds that a process waits for the others before it gives up
+    timeout: float = 300  # Seconds that a process waits for the others, also at the start, before it gives up
     precision: Precision | None = None  # Number format; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes the training's
     num_workers: int = 0  # Processes that load data, per device
