@@ -54,7 +54,7 @@ class TrainConfig:
     strategy: str = "auto"
     """How several devices work together: ddp, model_parallel or fsdp (sharded), or any other name that Fabric knows"""
     sync_batchnorm: bool = False  # Take BatchNorm's statistics over all devices; for few samples per device
-    timeout: float = 300  # Seconds that a process waits for the others before it gives the run up
+    timeout: float = 300  # Seconds that a process waits for the others, also at the start, before it gives up
     rank_logs: str | None = None  # Directory for a file per process with all that it prints, to find the bad node
     precision: Precision = "32-true"  # Number format of all (-true), or of the arithmetic alone (-mixed)
     compile: bool = False  # Compile the model with torch.compile
@@ -117,7 +117,7 @@ class TestConfig:
     devices: str = "auto"  # How many (`2`), which (`0,2`), or `idle:2` for two GPUs that nobody uses
     num_nodes: int = 1  # Machines that take part
     strategy: str = "auto"  # How several devices work together: any name that Fabric knows
-    timeout: float = 300  # Seconds that a process waits for the others before it gives up
+    timeout: float = 300  # Seconds that a process waits for the others, also at the start, before it gives up
     precision: Precision | None = None  # Number format; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes the training's
     num_workers: int = 0  # Processes that load data, per device

@@ -167,12 +167,12 @@ def test_ranks_that_start_again_agree_on_a_new_part_of_the_store(monkeypatch):
         assert store.add("members", 0) == 3
 
     with ThreadPoolExecutor(3) as pool:
-        for late in ((0, 0, 0), (0, 0, 0.5), (0.5, 0, 0), (0, 0.5, 0.2)):
+        for late in ((0, 0, 0), (0, 0, 0.5), (0.5, 0, 0)):
             list(pool.map(member, range(3), late))
 
 
 def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_path):
-    process = start(f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 20 --resume auto", tmp_path)
+    process = start(f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 60 --resume auto", tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
     os.kill(pids(process, 1)[-1], signal.SIGKILL)
     step = newest(tmp_path)
