@@ -278,6 +278,7 @@ def make_run_dir(fabric: Fabric, config, state: dict) -> Path:
     try:
         if fabric.is_global_zero:
             hidden.mkdir(parents=True)
+        lock(fabric, hidden)
         start_run_dir(fabric, config, hidden)
         save_checkpoint(fabric, hidden, state)
         if odd := odd_one_out(fabric, hidden.exists()):
@@ -294,9 +295,8 @@ def make_run_dir(fabric: Fabric, config, state: dict) -> Path:
     return fabric.broadcast(run_dir)
 
 
-def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
-    """Takes the run for this process, or ends with one line that says who has it. Writes config.yaml, and into
-    provenance/ what it takes to know later how this start of the run came about."""
+def lock(fabric: Fabric, run_dir: Path) -> None:
+    """Takes the run for this process, or ends with one line that says who has it."""
     if not fabric.is_global_zero:
         return
     fabric.lock = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held until the process ends, however it ends
@@ -307,6 +307,13 @@ def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
         fail(f"--resume: {run_dir} is being written to by {fabric.lock.read()}")
     except OSError as error:  # a network file system without locks
         print(f"{run_dir} cannot be locked ({error.strerror}): make sure that no other process resumes it")
+
+
+def start_run_dir(fabric: Fabric, config, run_dir: Path) -> None:
+    """Writes config.yaml, into provenance/ what it takes to know later how this start of the run came about, and into
+    .lock who has it."""
+    if not fabric.is_global_zero:
+        return
     fabric.lock.truncate(0)
     fabric.lock.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     fabric.lock.flush()
@@ -532,8 +539,9 @@ def save_checkpoint(fabric: Fabric, run_dir: Path, state: dict, regular=True, be
 
 
 def load_checkpoint(fabric: Fabric, run_dir: Path, state: dict) -> Path:
-    """Restores `state` in place from the newest whole checkpoint. Damaged ones are named, skipped and, once a whole
-    one is found, put aside as *.damaged."""
+    """Takes the run, and restores `state` in place from the newest whole checkpoint. Damaged ones are named, skipped
+    and, once a whole one is found, put aside as *.damaged."""
+    lock(fabric, run_dir)  # first: who reads while another writes finds files that vanish
     damaged, chosen = [], None
     for path in checkpoints_of(run_dir) if fabric.is_global_zero else ():
         if is_whole(path):
@@ -577,11 +585,14 @@ def read_values(path: Path) -> dict:
 def is_whole(path: Path) -> bool:
     """Whether the zip archives of a checkpoint have the right checksums: one in a file, one for each tensor in a
     directory; and it can be loaded."""
-    from torch.distributed.checkpoint import FileSystemReader
 
     def archives():
         yield path / "meta.pt" if path.is_dir() else path
-        for part in FileSystemReader(path).read_metadata().storage_data.values() if path.is_dir() else ():
+        if not path.is_dir():
+            return
+        from torch.distributed.checkpoint import FileSystemReader
+
+        for part in FileSystemReader(path).read_metadata().storage_data.values():
             with open(path / part.relative_path, "rb") as file:
                 file.seek(part.offset)
                 yield io.BytesIO(file.read(part.length))

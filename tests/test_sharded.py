@@ -81,6 +81,7 @@ def test_final_weights_are_whole_and_plain(whole):
 
 def test_resumes_bit_identical(whole, killed, tmp_path):
     cwd = copied(killed, tmp_path)
+    assert not (run_dir(cwd) / "checkpoints" / "best.ckpt").is_symlink()  # as many ways to copy follow the link
     run("train.py --resume auto", cwd)
     assert_same_run(cwd, whole)
 
@@ -90,7 +91,6 @@ def test_resumes_bit_identical(whole, killed, tmp_path):
     [
         "--devices 1 --strategy auto",
         "--devices 2 --strategy ddp",
-        "--devices 1 --strategy model_parallel",
         "--devices 4 --strategy model_parallel",
     ],
 )
@@ -125,14 +125,6 @@ def test_keeps_the_newest_checkpoints_and_the_best(tmp_path):
     folder = run_dir(tmp_path) / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["best-00000008.ckpt", "best.ckpt", "step-00000032.ckpt"]
     assert (folder / "best.ckpt").resolve() == folder / "best-00000008.ckpt" and is_whole(folder / "best.ckpt")
-
-
-def test_a_copied_run_goes_on(killed, whole, tmp_path):
-    """Many ways to copy follow the link, so that best.ckpt is a directory."""
-    cwd = Path(shutil.copytree(killed, tmp_path / "copy", symlinks=False))
-    assert not (run_dir(cwd) / "checkpoints" / "best.ckpt").is_symlink()
-    run("train.py --resume auto", cwd)
-    assert_same_run(cwd, whole)
 
 
 def lose_a_part(path):
