@@ -79,6 +79,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     train_set, val_set = datasets["train"], datasets["val"]
+    echo = print if rank == 0 else lambda text: None
     if config.rank_logs:
         utils.tee_output(Path(config.rank_logs), rank)
     run_dir, stop = resume_dir, utils.Stopper(fabric, config.timeout)
@@ -149,13 +150,13 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- run directory, new or with a checkpoint to go on from
     if resume_dir:
-        fabric.print(f"resumed from {utils.load_checkpoint(fabric, resume_dir, state)}")
+        echo(f"resumed from {utils.load_checkpoint(fabric, resume_dir, state)}")
         state["loss_sum"] = state["loss_sum"].to(device)
         for group in optimizer.param_groups:  # came with the checkpoint, but the command line wins
             group["weight_decay"] = config.weight_decay
         is_over = state["step"] >= total_steps or state["bad_epochs"] >= patience
         if is_over and (resume_dir / "model.pt").exists():
-            fabric.print(f"nothing to do: {resume_dir} is finished, after {state['step']} steps")
+            echo(f"nothing to do: {resume_dir} is finished, after {state['step']} steps")
             return 0
         utils.start_run_dir(fabric, config, resume_dir)
     elif not config.fast_run:
@@ -164,7 +165,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         fabric.loggers.extend(utils.build_loggers(config, run_dir, state["logged_step"] - 1))
     if state["row"]:
         utils.log(fabric, state["row"], state["logged_step"])  # a kill may have come between checkpoint and log
-    fabric.print(
+    echo(
         f"effective_batch_size {batch_size} = "
         f"{world_size} process(es) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps\n"
         f"lr {peak_lr:g} = base_lr {config.base_lr:g}, scaled {config.base_batch_size} -> {batch_size} samples by rule "
@@ -275,14 +276,14 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         utils.save_weights(fabric, run_dir, model._forward_module)
     speed = (state["logged_step"] - first_step) * batch_size / max(train_seconds, 1e-9)
     best = math.nan if state["best"] is None else state["best"]
-    fabric.print(
+    echo(
         f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps\n"
         f"best {config.monitor} {best:.5g} at step {state['best_step']}\n"
         f"{train_seconds:.1f} s of training, {speed:.0f} samples per second"
     )
     if run_dir:
         next_command = "test.py --out_dir" if is_finished else "train.py --resume"
-        fabric.print(f"run directory {run_dir}\nnext: python {next_command} {run_dir}")
+        echo(f"run directory {run_dir}\nnext: python {next_command} {run_dir}")
     return 0 if is_finished else utils.PREEMPTED
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, SMALL, kill_group, run, run_dir, start, wait_for
+from conftest import ON_2, REPO, SMALL, kill_group, run, run_dir, start, wait_for
 
 LONG = (
     "train.py --accelerator cpu --epochs 20 --limit_train_batches 8 --limit_val_batches 2 --width 4 "
@@ -224,3 +224,11 @@ def test_provenance_has_the_commit_of_the_code_wherever_it_is_started(resumed):
         pytest.skip("the code is in no git repository")
     facts = json.loads(min((resumed / "provenance").glob("*.json")).read_text())
     assert facts["git_commit"] == git.stdout.strip()
+
+
+def test_each_process_can_have_a_file_of_what_it_prints(tmp_path):
+    done = run(f"train.py {SMALL} --epochs 1 {ON_2} --logger_name csv --rank_logs logs", tmp_path)
+    first, second = (path.read_text() for path in sorted((tmp_path / "logs").glob("rank-000?-*.log")))
+    assert "rank 0 is process" in first and "finished after 4 of 4 steps" in first
+    assert "rank 1 is process" in second and "finished" not in second
+    assert "finished after 4 of 4 steps" in done.stdout  # on the terminal, too

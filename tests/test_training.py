@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import REPO, SMALL, run, run_dir
+from conftest import ON_2, REPO, SMALL, edited, run, run_dir
 
 BIN = sysconfig.get_path("scripts")
 ALL_STEPS = f"{SMALL} --log_interval 1"
@@ -201,6 +201,16 @@ def test_denormal_numbers_are_zero_on_a_cpu(tmp_path):
     code += "utils.build_fabric(TrainConfig(accelerator='cpu')); print((torch.tensor([1e-30]) * 1e-10).item())"
     (tmp_path / "denormal.py").write_text(f"import sys; sys.path.insert(0, {str(REPO)!r}); {code}")
     assert float(run(str(tmp_path / "denormal.py"), tmp_path).stdout) == 0
+
+
+def test_sync_batchnorm_takes_the_place_of_batchnorm(tmp_path):
+    """Where there is but one process it does the same; several need GPUs."""
+    diff = "--- model.py\n             nn.Flatten(),\n+            nn.BatchNorm1d(2 * width * 4),\n"
+    program = edited(diff, tmp_path) / "train.py"
+    done = run(f"{program} --accelerator cpu --fast_run --summary --sync_batchnorm", tmp_path)
+    assert "SyncBatchNorm" in done.stdout and "finished" in done.stdout
+    error = run(f"{program} --accelerator cpu --fast_run --sync_batchnorm {ON_2}", tmp_path, code=2).stderr
+    assert re.search("--sync_batchnorm: PyTorch has it for GPUs alone", error)
 
 
 # ---- checkpoints
