@@ -107,10 +107,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
         """Sharding replaces the parameters; the optimizers, still without a state, go over to the new ones."""
         names = {parameter: name for name, parameter in module.named_parameters()}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in groups:
+            group["params"] = [names[parameter] for parameter in group["params"]]
+        del names  # nobody else holds the whole parameters: each is freed once it is sharded
         module = self.setup_module(module)
         sharded = dict(module.named_parameters())
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["params"] = [sharded[names[parameter]] for parameter in group["params"]]
+        for group in groups:
+            group["params"] = [sharded[name] for name in group["params"]]
         return module, optimizers, scheduler
 
 
