@@ -658,7 +658,10 @@ def explain_failures(fabric: Fabric, config, get_run_dir=lambda: None) -> None:
     def hook(kind: type, error: BaseException, trace) -> None:
         if kind is KeyboardInterrupt:
             return sys.__excepthook__(kind, error, trace)
-        cause = error
+        failures = [
+            failure for failure, _ in getattr(error, "failures", {}).values()
+        ]  # of the ranks, in a sharded save
+        cause = min(failures, key=lambda failure: not isinstance(failure, OSError), default=error)
         while cause.__context__ and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
         text = " ".join(f"rank {fabric.global_rank}: {type(cause).__name__}: {cause}".split())
@@ -673,7 +676,7 @@ def explain_failures(fabric: Fabric, config, get_run_dir=lambda: None) -> None:
             text = f"out of memory: try {advice}; {text}"
         elif is_alone:
             text = f"another process died, or did not answer for --timeout {config.timeout:g} seconds; {text}"
-        elif not isinstance(cause, OSError):
+        elif not failures and not isinstance(cause, OSError):
             sys.__excepthook__(kind, error, trace)
         if run_dir := get_run_dir():
             text += f"; the checkpoints in {run_dir} are whole, go on with: python train.py --resume {run_dir}"

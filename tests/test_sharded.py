@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -164,6 +165,21 @@ def test_a_damaged_checkpoint_is_skipped(killed, whole, tmp_path):
     done = run("train.py --resume auto", cwd)
     assert f"step-{step:08d}.ckpt: it is damaged" in done.stderr
     assert_same_run(cwd, whole)
+
+
+def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
+    def fill(process) -> None:  # no file may grow beyond 5 kB
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in (process.pid, *map(int, children)):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (5000, 5000))
+
+    done = interrupt(f"{FOUR} {SHARDED}", tmp_path, fill)
+    assert done.returncode == 1
+    line = done.stderr.strip().splitlines()[-1]
+    assert f"--resume {run_dir(tmp_path).name}" in line and "Traceback" not in done.stderr
+    assert all(is_whole(path) for path in tmp_path.glob("*/checkpoints/*.ckpt"))
+    run("train.py --resume auto", tmp_path)
+    assert_same_run(tmp_path, whole)
 
 
 def test_evaluation_reads_a_sharded_run(whole, alone, tmp_path):
