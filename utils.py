@@ -658,9 +658,8 @@ def explain_failures(fabric: Fabric, config, get_run_dir=lambda: None) -> None:
     def hook(kind: type, error: BaseException, trace) -> None:
         if kind is KeyboardInterrupt:
             return sys.__excepthook__(kind, error, trace)
-        failures = [
-            failure for failure, _ in getattr(error, "failures", {}).values()
-        ]  # of the ranks, in a sharded save
+        # Those of all ranks, where a sharded save has failed.
+        failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
         cause = min(failures, key=lambda failure: not isinstance(failure, OSError), default=error)
         while cause.__context__ and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
