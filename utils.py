@@ -133,6 +133,7 @@ def launch(fabric: Fabric, function, **arguments) -> int:
     def run(fabric: Fabric) -> int:  # without arguments: Fabric would look into them, and refuses a frozen config
         same = {name: value for name, value in vars(arguments["config"]).items() if name not in OWN_OF_A_HOST}
         if odd := odd_one_out(fabric, (same, [value for value in arguments.values() if isinstance(value, Path)])):
+            torch.distributed.destroy_process_group()  # gloo can abort an exit that leaves it
             fail(f"{odd} has other options than rank 0, or has found another run; {SHARED}")
         return function(fabric, **arguments)
 
