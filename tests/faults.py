@@ -32,6 +32,7 @@ from conftest import (
     REPO,
     SMALL,
     TORCHRUN,
+    children,
     history,
     kill_group,
     newest,
@@ -42,7 +43,7 @@ from conftest import (
     wait_for,
     weights,
 )
-from test_faults import children, is_running, patched
+from test_faults import is_running, patched
 from test_logging import read_tensorboard, values, wandb_records
 
 # 60 epochs of 8 steps, saved and logged every second step: 4 seconds of training.

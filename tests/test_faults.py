@@ -21,6 +21,7 @@ from conftest import (
     REPO,
     TORCHRUN,
     assert_same_run,
+    children,
     copied,
     interrupt,
     kill_group,
@@ -44,10 +45,6 @@ def patched(tmp_path: Path, file: str, old: str, new: str) -> Path:
     assert text.count(old) == 1
     (repo / file).write_text(text.replace(old, new))
     return repo
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_running(pid: int) -> bool:

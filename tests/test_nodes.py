@@ -12,13 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
     LONG,
     REPO,
     SMALL,
+    assert_same_training,
     assert_stopped_and_saved,
-    history,
     newest,
     run,
     run_dir,
@@ -26,7 +25,6 @@ from conftest import (
     start,
     truncate,
     wait_for,
-    weights,
 )
 from torch.distributed import TCPStore
 
@@ -56,12 +54,6 @@ def one(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("one")
     run(f"train.py {MICRO_16}", cwd)
     return cwd
-
-
-def assert_same_training(cwd: Path, expected: Path) -> None:
-    """One run directory, whose weights agree up to the rounding of a sum, and each step once in the log."""
-    torch.testing.assert_close(weights(cwd), weights(expected), atol=1e-5, rtol=0)
-    assert [row["step"] for row in history(cwd)] == [row["step"] for row in history(expected)]
 
 
 def pids(process: subprocess.Popen, host: int) -> list[int]:

@@ -14,10 +14,11 @@ from conftest import (
     ON_2,
     SMALL,
     assert_same_run,
+    assert_same_training,
+    children,
     copied,
     diffs,
     edited,
-    history,
     interrupt,
     kill_group,
     newest,
@@ -62,16 +63,10 @@ def killed(tmp_path_factory):
     return cwd
 
 
-def assert_close(cwd, other):
-    """Weights the same up to rounding, each step once in the logs."""
-    torch.testing.assert_close(weights(cwd), weights(other), atol=1e-5, rtol=0)
-    assert [row["step"] for row in history(cwd)] == [row["step"] for row in history(other)]
-
-
 def test_weights_are_those_of_ddp_and_of_one_process(whole, alone, tmp_path):
     run(f"{FOUR} {ON_2}", tmp_path)
-    assert_close(whole, alone)
-    assert_close(whole, tmp_path)
+    assert_same_training(whole, alone)
+    assert_same_training(whole, tmp_path)
 
 
 def test_final_weights_are_whole_and_plain(whole):
@@ -98,13 +93,13 @@ def test_resumes_bit_identical(whole, killed, tmp_path):
 def test_resumes_on_other_devices(whole, killed, tmp_path, devices):
     cwd = copied(killed, tmp_path)
     run(f"train.py --resume auto {devices}", cwd)
-    assert_close(cwd, whole)
+    assert_same_training(cwd, whole)
 
 
 def test_a_run_that_was_not_sharded_goes_on_sharded(alone, tmp_path):
     interrupt(FOUR, tmp_path, kill_group)
     run(f"train.py --resume auto {SHARDED}", tmp_path)
-    assert_close(tmp_path, alone)
+    assert_same_training(tmp_path, alone)
 
 
 def test_goes_on_from_before_the_first_step(whole, tmp_path):
@@ -169,8 +164,7 @@ def test_a_damaged_checkpoint_is_skipped(killed, whole, tmp_path):
 
 def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
     def fill(process) -> None:  # no file may grow beyond 5 kB
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for pid in (process.pid, *map(int, children)):
+        for pid in (process.pid, *children(process.pid)):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (5000, 5000))
 
     done = interrupt(f"{FOUR} {SHARDED}", tmp_path, fill)
@@ -216,7 +210,7 @@ def test_less_is_sharded_or_kept(whole, tmp_path, diff):
     """ZeRO-2, and activations computed again: the same training."""
     program = edited(diff, tmp_path) / "train.py"
     run(f"{program} {FOUR.removeprefix('train.py')} {SHARDED}", tmp_path)
-    assert_close(tmp_path, whole)
+    assert_same_training(tmp_path, whole)
 
 
 def test_dp_says_what_to_use(tmp_path):
