@@ -1,13 +1,11 @@
 """The model: a plain nn.Module that knows nothing of Fabric, devices or precision. Edit here."""
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 
 class Model(nn.Module):
-    """A small convolutional classifier. Nothing in it has a jump (no ReLU, no max pooling), so that runs on different
-    numbers of devices, which round differently, stay together.
+    """A small convolutional classifier. It has no ReLU and no max pooling: at their kinks a rounding error can become
+    another path, and runs on different numbers of devices, which round differently, would drift apart.
 
     Args:
         image_shape: (channels, height, width) of an image, at least 4 pixels high and wide.
@@ -34,13 +32,3 @@ class Model(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Maps images (batch, channels, height, width) to logits (batch, num_classes)."""
         return self.layers(images)
-
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Spreads the parameters over the devices, for `--strategy model_parallel` alone. Edit here: each part named below
-    is gathered as a whole when it is its turn; what remains is gathered with the model. For a transformer: its blocks.
-    """
-    for part in model.modules():
-        if isinstance(part, (nn.Conv2d, nn.Linear)):
-            fully_shard(part, mesh=mesh)
-    return fully_shard(model, mesh=mesh)

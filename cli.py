@@ -1,0 +1,233 @@
+"""The command line: options, YAML files, what a launcher says, which run is meant; and how the process ends.
+
+All sources are gathered as arguments, the lowest priority first: config of the run to resume, `--config_path` files,
+launcher, command line. One parser reads them, and one config is made of them. Torch is not imported for it.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import NoReturn, get_args
+
+import yaml
+from simple_parsing import ArgumentParser
+
+from config import FIXED_ON_RESUME, LENGTH, WITHOUT_EFFECT, ConfigError, RunError, TestConfig, TrainConfig
+
+
+def is_local_zero() -> bool:
+    """Whether this is the first process of its machine, as far as the environment tells before Fabric is there."""
+    # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and so in all processes launched from there.
+    return not int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+
+def say(message: str) -> None:
+    if is_local_zero():
+        print(message)
+
+
+def parse(cls: type, args: list[str], source: str = "") -> dict:
+    """The values of all fields of TrainConfig or TestConfig, from arguments and defaults. Only names and types are
+    checked: raises ConfigError, which begins with `source`, for an unknown option or a value of the wrong type."""
+    types = {f.name: f.type for f in fields(cls)}
+
+    class Parser(ArgumentParser):
+        def error(self, message):
+            raise ConfigError(source + message.removeprefix("argument "))
+
+        def _get_values(self, action, arg_strings):
+            # simple_parsing lets every option that may be None stand without a value, as if it had not been given.
+            is_switch = action.const is not None or types.get(action.dest.rpartition(".")[2]) is bool
+            if action.nargs == "?" and not arg_strings and not is_switch:
+                raise argparse.ArgumentError(action, "expected a value")
+            return super()._get_values(action, arg_strings)
+
+        def _get_value(self, action, text):
+            may_be_none = type(None) in get_args(types.get(action.dest.rpartition(".")[2]))
+            return None if text == "None" and may_be_none else super()._get_value(action, text)
+
+    # The parser ends by making an instance: of this class, which has the fields and their help texts, but no checks.
+    unchecked = type(cls.__name__, (cls,), {"__post_init__": lambda self: None, "__module__": cls.__module__,
+                                            "__doc__": cls.__doc__})  # fmt: skip
+    logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
+    parser = Parser(allow_abbrev=False)
+    parser.add_arguments(unchecked, dest="config")
+    return vars(parser.parse_args(args).config)
+
+
+def file_args(path: Path, option: str) -> list[str]:
+    """The options of a YAML file as command-line arguments. All values are read as text: the parser knows better
+    than YAML that 1e-3 is a number. Raises ConfigError, also for an unknown option or a value of the wrong type."""
+    try:
+        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{option}: cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{option} {path}: expected lines of `option: value`")
+    types, args = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "config_path"}, []
+    for name, value in content.items():
+        if name not in types:
+            raise ConfigError(f"{option} {path}: unknown option {name!r}")
+        if value in ("null", "~") or (value == "" and types[name] != str(str)):
+            value = "None"
+        is_list = isinstance(value, list) and "tuple" in types[name]  # else the parser refuses it
+        args += [f"--{name}", *map(str, value)] if is_list else [f"--{name}={value}"]
+    parse(TrainConfig, args, source=f"{option} {path}: ")
+    return args
+
+
+def srun_tasks() -> int:
+    """How many processes srun has started for this run; 1 without srun, also in the shell of a Slurm job."""
+    return 1 if "LOCAL_WORLD_SIZE" in os.environ else int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+
+
+def launcher_args() -> list[str]:
+    """What `fabric run`, torchrun and srun say about the devices: they have started the processes already, and Fabric
+    by itself would take each process of torchrun or srun on a CPU for a run of its own."""
+    # Taken out of the environment: `fabric run` is torchrun with options, and with them Fabric would connect at once.
+    os.environ.pop("LT_CLI_USED", None)
+    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
+    asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in names}
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        asked |= {"devices": asked["devices"] or str(local), "num_nodes": str(world // local)}
+    elif (tasks := srun_tasks()) > 1:
+        nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+        asked |= {"devices": str(tasks // nodes), "num_nodes": str(nodes)}
+        os.environ["SLURM_JOB_NAME"] = "srun"  # Fabric takes a job named `bash` or `interactive` for a shell
+    else:
+        os.environ.pop("SLURM_NTASKS", None)  # Fabric would wait for ranks in the shell of a job, where none is started
+    return [f"--{name}={value}" for name, value in asked.items() if value]
+
+
+def newest_run(name: str, root_dir: str) -> Path | None:
+    """The newest run whose directory is `name` behind a timestamp; None where there is none."""
+    base = Path(root_dir) / name
+    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
+    runs = [file.parent for file in base.parent.glob("*/config.yaml") if pattern.fullmatch(file.parent.name)]
+    return max(runs, default=None)
+
+
+def find_run(option: str, name: str, root_dir: str) -> Path:
+    """The run directory with this path or name, or the newest with this name behind a timestamp. Raises ConfigError."""
+    run_dir = next((path for path in (Path(root_dir) / name, Path(name)) if path.is_dir()), None)
+    if run_dir is None and (run_dir := newest_run(name, root_dir)):
+        say(f"{option} {name}: {run_dir} is the newest run of that name")
+    if run_dir is None:
+        raise ConfigError(f"{option} {name}: no such run in {Path(root_dir).absolute()}")
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{option} {name}: {run_dir} has no config.yaml, so it is no run of train.py")
+    return run_dir
+
+
+def config_of_run(run_dir: Path) -> list[str]:
+    """The config that a run was trained with, as command-line arguments. Raises ConfigError where it is damaged."""
+    args = file_args(path := run_dir / "config.yaml", "config of the run")
+    if missing := [name for name in FIXED_ON_RESUME if not any(arg.startswith(f"--{name}=") for arg in args)]:
+        raise ConfigError(f"config of the run {path}: is damaged, it lacks {', '.join(missing)}")
+    return args
+
+
+def resume_options(run_dir: Path, args: list[str]) -> dict:
+    """The options of a run with those of `args` over them; what changes is printed. Ends the process where the run is
+    finished. Raises ConfigError for a change that a resume cannot make."""
+    own_args = config_of_run(run_dir)
+    before, values = parse(TrainConfig, own_args), parse(TrainConfig, own_args + args)
+    before |= {"resume": str(run_dir), "config_path": values["config_path"]}
+    values |= {"resume": str(run_dir), "out_dir": before["out_dir"]}  # the directory keeps its name
+    changed = {name: f"--{name} {values[name]}" for name in before if before[name] != values[name]}
+    for name in changed.keys() & {*FIXED_ON_RESUME}:
+        raise ConfigError(f"{changed[name]}: a resume cannot change it; {run_dir} was trained with {before[name]}")
+    if (run_dir / "model.pt").exists() and not changed.keys() & {*LENGTH}:
+        message = f"{run_dir} is finished; for a new run give another --out_dir"
+        if others := [changed[name] for name in changed if name not in WITHOUT_EFFECT]:
+            raise ConfigError(f"{' '.join(others)}: {message}")
+        say(f"nothing to do: {message}")
+        sys.exit(0)
+    for name in changed:
+        say(f"{changed[name]} instead of {before[name]}")
+    return values
+
+
+def parse_train(argv: list[str]) -> TrainConfig:
+    """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
+    files = ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config_path", nargs="*", default=[])
+    paths = [Path(path) for path in files.parse_known_args(argv)[0].config_path if path != "None"]
+    args = [arg for path in paths for arg in file_args(path, "--config_path")] + launcher_args() + argv
+    values = parse(TrainConfig, args)
+    if values["resume"] == "auto":
+        values["resume"] = newest_run(values["out_dir"], values["root_dir"])
+    elif values["resume"]:
+        values["resume"] = find_run("--resume", values["resume"], values["root_dir"])
+    return TrainConfig(**(resume_options(values["resume"], args) if values["resume"] else values))
+
+
+def parse_test(argv: list[str]) -> TestConfig:
+    """The command line of test.py; `out_dir` becomes the path of the run. Raises ConfigError."""
+    values = parse(TestConfig, launcher_args() + argv)
+    return TestConfig(**(values | {"out_dir": str(find_run("--out_dir", values["out_dir"], values["root_dir"]))}))
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The config that a run was trained with. Raises ConfigError where it is damaged."""
+    return TrainConfig(**parse(TrainConfig, config_of_run(run_dir)))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The config as a YAML file that `--config_path` reads; without the two options that say where it came from."""
+    values = {name: value for name, value in asdict(config).items() if name not in ("resume", "config_path")}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+# ---- the process
+
+
+def options(parse_options: Callable):
+    """What parse_train or parse_test makes of the command line of this process, which a mistake ends."""
+    try:
+        return parse_options(sys.argv[1:])
+    except ConfigError as error:
+        end(2, str(error))
+
+
+def run(main: Callable, config) -> NoReturn:
+    """Ends the process with the exit code of main(config), or with a last line that says what failed and what to do."""
+    gc.enable()  # was off during the imports: the million objects that they make stay, and are never searched
+    gc.freeze()
+    try:
+        end(main(config))
+    except (ConfigError, RunError) as error:
+        end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *getattr(error, "__notes__", [])]))
+    except Exception as error:
+        from utils import hint_for
+
+        cause, hint = error, hint_for(error, config)
+        while cause.__context__ and not isinstance(cause, OSError):
+            cause = cause.__context__  # torch.save covers up a full disk with an error of its own
+        if not hint and not isinstance(cause, OSError):
+            cause = error
+            traceback.print_exception(error)
+        parts = [f"{type(cause).__name__}: {cause}", *getattr(error, "__notes__", []), hint]
+        end(1, "; ".join(filter(None, parts)), of_all_ranks=False)
+
+
+def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
+    """Ends the process, with a last line on stderr. What ends all ranks alike is told by the first of each machine, and
+    the others exit with 0: a launcher that saw one of them fail would kill the first and lose its exit code."""
+    is_mute = of_all_ranks and not is_local_zero()
+    if message and not is_mute:
+        rank = "" if of_all_ranks else f"rank {os.environ.get('RANK') or os.environ.get('LOCAL_RANK') or 0}: "
+        print(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}", file=sys.stderr)
+    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0 if is_mute else code)  # an orderly end would wait for the other processes, or gloo abort it
+    sys.exit(0 if is_mute else code)
