@@ -19,24 +19,13 @@ from typing import NoReturn, get_args
 import yaml
 from simple_parsing import ArgumentParser
 
-from config import FIXED_ON_RESUME, LENGTH, WITHOUT_EFFECT, ConfigError, RunError, TestConfig, TrainConfig
-
-
-def is_local_zero() -> bool:
-    """Whether this is the first process of its machine, as far as the environment tells before Fabric is there."""
-    # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and so in all processes launched from there.
-    return not int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-
-
-def say(message: str) -> None:
-    if is_local_zero():
-        print(message)
+from config import FIXED_ON_RESUME, LENGTH, ConfigError, MachineConfig, RunError, TestConfig, TrainConfig
 
 
 def parse(cls: type, args: list[str], source: str = "") -> dict:
     """The values of all fields of TrainConfig or TestConfig, from arguments and defaults. Only names and types are
     checked: raises ConfigError, which begins with `source`, for an unknown option or a value of the wrong type."""
-    types = {f.name: f.type for f in fields(cls)}
+    types = {f"config.{f.name}": f.type for f in fields(cls)}
 
     class Parser(ArgumentParser):
         def error(self, message):
@@ -44,21 +33,19 @@ def parse(cls: type, args: list[str], source: str = "") -> dict:
 
         def _get_values(self, action, arg_strings):
             # simple_parsing lets every option that may be None stand without a value, as if it had not been given.
-            is_switch = action.const is not None or types.get(action.dest.rpartition(".")[2]) is bool
-            if action.nargs == "?" and not arg_strings and not is_switch:
+            if action.nargs == "?" and not arg_strings and action.const is None and types[action.dest] is not bool:
                 raise argparse.ArgumentError(action, "expected a value")
             return super()._get_values(action, arg_strings)
 
         def _get_value(self, action, text):
-            may_be_none = type(None) in get_args(types.get(action.dest.rpartition(".")[2]))
+            may_be_none = type(None) in get_args(types[action.dest])
             return None if text == "None" and may_be_none else super()._get_value(action, text)
 
     # The parser ends by making an instance: of this class, which has the fields and their help texts, but no checks.
-    unchecked = type(cls.__name__, (cls,), {"__post_init__": lambda self: None, "__module__": cls.__module__,
-                                            "__doc__": cls.__doc__})  # fmt: skip
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__post_init__": lambda self: None}
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
     parser = Parser(allow_abbrev=False)
-    parser.add_arguments(unchecked, dest="config")
+    parser.add_arguments(type(cls.__name__, (cls,), names), dest="config")
     return vars(parser.parse_args(args).config)
 
 
@@ -80,12 +67,9 @@ def file_args(path: Path, option: str) -> list[str]:
         is_list = isinstance(value, list) and "tuple" in types[name]  # else the parser refuses it
         args += [f"--{name}", *map(str, value)] if is_list else [f"--{name}={value}"]
     parse(TrainConfig, args, source=f"{option} {path}: ")
+    if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - {*content}):
+        raise ConfigError(f"{option} {path}: is damaged, it lacks {', '.join(sorted(missing))}")
     return args
-
-
-def srun_tasks() -> int:
-    """How many processes srun has started for this run; 1 without srun, also in the shell of a Slurm job."""
-    return 1 if "LOCAL_WORLD_SIZE" in os.environ else int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
 
 
 def launcher_args() -> list[str]:
@@ -98,10 +82,10 @@ def launcher_args() -> list[str]:
     if "LOCAL_WORLD_SIZE" in os.environ:
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         asked |= {"devices": asked["devices"] or str(local), "num_nodes": str(world // local)}
-    elif (tasks := srun_tasks()) > 1:
+    elif (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
+        os.environ |= {"WORLD_SIZE": str(tasks), "SLURM_JOB_NAME": "srun"}  # Fabric takes a job `bash` for a shell
         nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
         asked |= {"devices": str(tasks // nodes), "num_nodes": str(nodes)}
-        os.environ["SLURM_JOB_NAME"] = "srun"  # Fabric takes a job named `bash` or `interactive` for a shell
     else:
         os.environ.pop("SLURM_NTASKS", None)  # Fabric would wait for ranks in the shell of a job, where none is started
     return [f"--{name}={value}" for name, value in asked.items() if value]
@@ -127,47 +111,39 @@ def find_run(option: str, name: str, root_dir: str) -> Path:
     return run_dir
 
 
-def config_of_run(run_dir: Path) -> list[str]:
-    """The config that a run was trained with, as command-line arguments. Raises ConfigError where it is damaged."""
-    args = file_args(path := run_dir / "config.yaml", "config of the run")
-    if missing := [name for name in FIXED_ON_RESUME if not any(arg.startswith(f"--{name}=") for arg in args)]:
-        raise ConfigError(f"config of the run {path}: is damaged, it lacks {', '.join(missing)}")
-    return args
-
-
 def resume_options(run_dir: Path, args: list[str]) -> dict:
     """The options of a run with those of `args` over them; what changes is printed. Ends the process where the run is
     finished. Raises ConfigError for a change that a resume cannot make."""
-    own_args = config_of_run(run_dir)
+    own_args = file_args(run_dir / "config.yaml", "config of the run")
     before, values = parse(TrainConfig, own_args), parse(TrainConfig, own_args + args)
-    before |= {"resume": str(run_dir), "config_path": values["config_path"]}
     values |= {"resume": str(run_dir), "out_dir": before["out_dir"]}  # the directory keeps its name
-    changed = {name: f"--{name} {values[name]}" for name in before if before[name] != values[name]}
+    names = [name for name in before if before[name] != values[name] and name not in ("resume", "config_path")]
+    changed = {name: f"--{name} {values[name]}" for name in names}
     for name in changed.keys() & {*FIXED_ON_RESUME}:
         raise ConfigError(f"{changed[name]}: a resume cannot change it; {run_dir} was trained with {before[name]}")
     if (run_dir / "model.pt").exists() and not changed.keys() & {*LENGTH}:
         message = f"{run_dir} is finished; for a new run give another --out_dir"
-        if others := [changed[name] for name in changed if name not in WITHOUT_EFFECT]:
-            raise ConfigError(f"{' '.join(others)}: {message}")
+        if changed := changed.keys() - {f.name for f in fields(MachineConfig)}:
+            raise ConfigError(f"--{', --'.join(changed)} given, but {message}")
         say(f"nothing to do: {message}")
         sys.exit(0)
-    for name in changed:
-        say(f"{changed[name]} instead of {before[name]}")
+    say("\n".join(f"{changed[name]} instead of {before[name]}" for name in changed))
     return values
 
 
 def parse_train(argv: list[str]) -> TrainConfig:
     """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
-    files = ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--config_path", nargs="*", default=[])
-    paths = [Path(path) for path in files.parse_known_args(argv)[0].config_path if path != "None"]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config_path", nargs="*", default=[])
+    paths = [Path(path) for path in first.parse_known_args(argv)[0].config_path if path != "None"]
     args = [arg for path in paths for arg in file_args(path, "--config_path")] + launcher_args() + argv
     values = parse(TrainConfig, args)
-    if values["resume"] == "auto":
-        values["resume"] = newest_run(values["out_dir"], values["root_dir"])
-    elif values["resume"]:
-        values["resume"] = find_run("--resume", values["resume"], values["root_dir"])
-    return TrainConfig(**(resume_options(values["resume"], args) if values["resume"] else values))
+    run_dir, root_dir = values["resume"], values["root_dir"]
+    if run_dir == "auto":
+        run_dir = newest_run(values["out_dir"], root_dir)
+    elif run_dir:
+        run_dir = find_run("--resume", run_dir, root_dir)
+    return TrainConfig(**(resume_options(run_dir, args) if run_dir else values | {"resume": None}))
 
 
 def parse_test(argv: list[str]) -> TestConfig:
@@ -178,7 +154,7 @@ def parse_test(argv: list[str]) -> TestConfig:
 
 def read_config(run_dir: Path) -> TrainConfig:
     """The config that a run was trained with. Raises ConfigError where it is damaged."""
-    return TrainConfig(**parse(TrainConfig, config_of_run(run_dir)))
+    return TrainConfig(**parse(TrainConfig, file_args(run_dir / "config.yaml", "config of the run")))
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -188,6 +164,17 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 # ---- the process
+
+
+def is_local_zero() -> bool:
+    """Whether this is the first process of its machine, as far as the environment tells before Fabric is there."""
+    # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and so in all processes launched from there.
+    return not int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+
+def say(message: str) -> None:
+    if message and is_local_zero():
+        print(message)
 
 
 def options(parse_options: Callable):
@@ -207,16 +194,13 @@ def run(main: Callable, config) -> NoReturn:
     except (ConfigError, RunError) as error:
         end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *getattr(error, "__notes__", [])]))
     except Exception as error:
-        from utils import hint_for
-
-        cause, hint = error, hint_for(error, config)
+        cause, notes = error, getattr(error, "__notes__", [])
         while cause.__context__ and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
-        if not hint and not isinstance(cause, OSError):
+        if not isinstance(cause, OSError) and not getattr(error, "is_explained", False):
             cause = error
             traceback.print_exception(error)
-        parts = [f"{type(cause).__name__}: {cause}", *getattr(error, "__notes__", []), hint]
-        end(1, "; ".join(filter(None, parts)), of_all_ranks=False)
+        end(1, "; ".join([f"{type(cause).__name__}: {cause}", *notes]), of_all_ranks=False)
 
 
 def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:

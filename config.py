@@ -13,8 +13,6 @@ from typing import Literal
 
 from simple_parsing import field
 
-Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"]
-
 
 class ConfigError(ValueError):
     """A mistake in the options, or in what they name. The scripts print it as one line and exit with code 2."""
@@ -24,29 +22,22 @@ class RunError(RuntimeError):
     """Ends a run on all ranks, without a fault in the code. The scripts print it as one line and exit with code 1."""
 
 
-@contextmanager
-def blame(config, *options: str) -> Iterator[None]:
-    """Turns whatever is raised inside into a ConfigError about these options."""
-    try:
-        yield
-    except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
-        given = " ".join(f"--{name} {getattr(config, name)}" for name in options)
-        raise ConfigError(f"{given}: {error}") from error
-
-
 @dataclass(frozen=True)
 class MachineConfig:
-    """Options of train.py and test.py about the machine that they run on."""
+    """Options of train.py and test.py about where they run."""
 
     root_dir: str = "."  # Directory that holds the run directories; made if missing
     data_dir: str | None = None  # Directory of the dataset's files
     num_workers: int = 0  # Processes per device that load data; 0, best for data in memory, starts none
-    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    """Kind of device"""
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
     num_nodes: int = 1  # Number of machines
     strategy: str = "auto"  # How several devices work together: ddp, dp, or another name of Fabric's
     timeout: float = 300  # Seconds that a process waits for the others, or for its data workers, before it gives up
+
+    def __post_init__(self):
+        if found := problems(self):
+            raise ConfigError("; ".join(found))
 
 
 @dataclass(frozen=True)
@@ -67,20 +58,15 @@ class TrainConfig(MachineConfig):
     """Name of the dataset; digits ships with scikit-learn, recipes/data.md adds others"""
     width: int = 32  # Channels of the model's first layer
     dropout: float = 0.25  # Probability of dropping a feature before the last layer
-
-    # ---- precision
-    precision: Precision = "32-true"
-    """Number format of everything (-true), or of the arithmetic alone (-mixed)"""
     compile: bool = False  # Compile the model with torch.compile
+    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"] = "32-true"
+    """Number format of everything (-true), or of the arithmetic alone (-mixed)"""
 
-    # ---- batch
+    # ---- optimization
     effective_batch_size: int = 64
     """Samples per optimizer step, over all devices and micro-batches"""
     micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
-
-    # ---- optimization
-    epochs: float = 20
-    """Passes over the training set; fractions are allowed"""
+    epochs: float = 20  # Passes over the training set; fractions are allowed
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
@@ -101,15 +87,15 @@ class TrainConfig(MachineConfig):
     log_interval: int | None = None  # Steps between two logs, instead of log_per_epoch
     val_frequency: float = 1  # Epochs between two validations; fractions are allowed
     val_interval: int | None = None  # Steps between two validations, instead of val_frequency
+    monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
+    monitor_mode: Literal["max", "min"] | None = None
+    """Whether `max` or `min` of `monitor` is best; None goes by its name, as far as that is clear"""
 
     # ---- checkpoints
     checkpoint_frequency: float | None = 1
     """Epochs between two checkpoints; 0.25 writes four per epoch, None only the last one and no best.ckpt"""
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
-    monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
-    monitor_mode: Literal["max", "min"] | None = None
-    """Whether `max` or `min` of `monitor` is best; None goes by its name, as far as that is clear"""
 
     # ---- debugging
     fast_run: int | None = field(default=None, nargs="?", const=2)
@@ -118,24 +104,7 @@ class TrainConfig(MachineConfig):
     limit_val_batches: int | float | None = None
     """Validation samples: a count of effective batches (5), a fraction (0.1), or 0 for no validation"""
     num_sanity_val_steps: int = 2  # Validation batches before the first step, so that mistakes show at once
-    summary: bool = False  # Print the model's layers, output sizes and parameters
-
-    def __post_init__(self):
-        found = problems(self)
-        if self.seed >= 2**32:
-            found.append(f"--seed {self.seed}: must be less than 2**32")
-        if self.dropout >= 1:
-            found.append(f"--dropout {self.dropout}: must be less than 1")
-        if self.warmup_epochs > self.epochs and not self.max_steps:
-            found.append(f"--warmup_epochs {self.warmup_epochs:g}: must be at most --epochs {self.epochs:g}")
-        if self.limit_val_batches == 0 and self.monitor != "train/loss":
-            found.append("--limit_val_batches 0: without validation --monitor must be train/loss")
-        if self.fast_run and self.resume:
-            found.append("--fast_run: writes nothing and starts afresh, so it does not go with --resume")
-        if not (self.monitor_mode or mode_of(self.monitor)):
-            found.append(f"--monitor {self.monitor}: its name does not tell whether max or min is best: --monitor_mode")
-        if found:
-            raise ConfigError("; ".join(found))
+    summary: bool = False  # Print the model's layers and its number of parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +114,10 @@ class TestConfig(MachineConfig):
     out_dir: str  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, or a checkpoint file
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
-    precision: Precision | None = None  # Number format; None takes that of the training
+    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"] | None = None
+    """Number format; None takes that of the training"""
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
     predictions: bool = False  # Write predictions.csv and confusion_matrix.png into the run directory
-
-    def __post_init__(self):
-        if found := problems(self):
-            raise ConfigError("; ".join(found))
 
 
 MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout",
@@ -160,29 +126,34 @@ MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sani
 FIXED_ON_RESUME = ("seed", "dataset", "effective_batch_size", "limit_train_batches", "width", "dropout")
 # A change of these makes a finished run longer.
 LENGTH = ("epochs", "max_steps", "early_stopping_patience")
-# What a machine may have of its own, and what leaves a finished run as it is.
-OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")
-WITHOUT_EFFECT = (*OWN_OF_A_HOST, "root_dir", "accelerator", "num_nodes", "strategy", "timeout", "comment", "project",
-                  "logger_name", "num_checkpoint_keep", "summary")  # fmt: skip
+OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
 
 
-def problems(config: TrainConfig | TestConfig) -> list[str]:
-    """What is wrong with single values, one text per mistake, each naming its option."""
+def problems(config: MachineConfig) -> list[str]:
+    """What is wrong with a config, one text per mistake, each naming its option."""
     found = []
     for name, value in vars(config).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not (0 < value < math.inf or (value == 0 and name in MAY_BE_ZERO)):
-                found.append(f"--{name} {value}: must be {'0 or more' if name in MAY_BE_ZERO else 'more than 0'}")
+            limit = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
+            if not (0 < value < limit or (value == 0 and name in MAY_BE_ZERO)):
+                least = "0 or more" if name in MAY_BE_ZERO else "more than 0"
+                found.append(f"--{name} {value}: must be {least}, less than {limit}")
             if isinstance(value, float) and name.startswith("limit_") and not 0 < value <= 1:
                 found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
         elif value == () or (value == "" and name not in ("comment", "project")):
             found.append(f"--{name}: must not be empty")
     if Path(config.out_dir).name in ("", "..") or "\0" in config.out_dir + config.root_dir:
         found.append(f"--out_dir {config.out_dir!r}: must end in the name of a directory")
-    if config.strategy.startswith(("fsdp", "model_parallel")):
-        found.append(f"--strategy {config.strategy}: sharded models are a recipe, see recipes/README.md")
-    elif not re.fullmatch("auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?", config.strategy):
-        found.append(f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true")
+    if not re.fullmatch("auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?", config.strategy):
+        found.append(f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
+                     "fsdp and model_parallel (sharded models) are a recipe, see recipes/README.md")  # fmt: skip
+    if isinstance(config, TrainConfig):
+        if config.warmup_epochs > config.epochs and not config.max_steps:
+            found.append(f"--warmup_epochs {config.warmup_epochs:g}: must be at most --epochs {config.epochs:g}")
+        if config.fast_run and config.resume:
+            found.append("--fast_run: writes nothing and starts afresh, so it does not go with --resume")
+        if not (config.monitor_mode or mode_of(config.monitor)):
+            found.append(f"--monitor {config.monitor}: its name does not tell what is best, give --monitor_mode")
     return found
 
 
@@ -192,3 +163,45 @@ def mode_of(monitor: str) -> str | None:
     is_min = bool(words & {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer", "fid"})
     is_max = bool(words & {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "iou", "dice", "bleu", "r2"})
     return None if is_min == is_max else "min" if is_min else "max"
+
+
+def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
+    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps for the last two. Raises
+    ConfigError, which names the nearest sizes, where it does not divide."""
+    unit = world_size * (micro_batch_size or 1)
+    below = effective_batch_size // unit * unit
+    if below == effective_batch_size:
+        share = effective_batch_size // world_size
+        return micro_batch_size or share, share // (micro_batch_size or share)
+    message = f"is no multiple of {world_size} process(es) x micro_batch_size {micro_batch_size or 1}"
+    nearest = f"{below} or {below + unit}" if below else unit
+    raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}; nearest: {nearest}")
+
+
+def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:
+    """The learning rate for effective_batch_size, from the one for base_batch_size: "linear" (Goyal et al. 2017,
+    arXiv:1706.02677), "sqrt" (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741) or "none"."""
+    ratio = effective_batch_size / base_batch_size
+    return base_lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+
+
+def limit(total: int, limit_batches: int | float | None) -> int:
+    """So many of `total` batches: a count, a fraction (at least one batch), 0 for none, or None for all."""
+    if isinstance(limit_batches, float):
+        return max(1, int(total * limit_batches + 1e-9))
+    return total if limit_batches is None else min(total, limit_batches)
+
+
+def is_due(step: int, every: float) -> bool:
+    """Whether a multiple of `every` steps, which need not be whole, was passed with this step."""
+    return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)
+
+
+@contextmanager
+def blame(config: MachineConfig, *options: str) -> Iterator[None]:
+    """Turns whatever is raised inside into a ConfigError about these options."""
+    try:
+        yield
+    except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
+        given = " ".join(f"--{name} {getattr(config, name)}" for name in options)
+        raise ConfigError(f"{given}: {error}") from error

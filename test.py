@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import csv
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -23,109 +24,87 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
+from torchmetrics import CatMetric
 
 import utils
 from data import EvalSampler, build_datasets, build_loader
-from rundir import DirectCheckpointIO, atomically, checkpoints_of, is_whole
+from loggers import atomically
+from rundir import checkpoints_of, load, step_of
 from train import build_fabric, build_metrics, build_model, validate
 
 
-class Predictions(Metric):
-    """A row (target, prediction, confidence) for each sample, those of rank 0 first."""
-
-    full_state_update = False
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("rows", [], dist_reduce_fx="cat")
+class Predictions(CatMetric):
+    """Rows (target, prediction, confidence), of the samples of rank 0 first."""
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         confidences, predictions = logits.float().softmax(dim=1).max(dim=1)
-        self.rows.append(torch.stack([targets, predictions, confidences], dim=1))
-
-    def compute(self) -> Tensor:
-        return dim_zero_cat(self.rows)
+        super().update(torch.stack([targets, predictions, confidences], dim=1))
 
 
-def write_predictions(rows: Tensor, batches: list[np.ndarray], confusion: Tensor, run_dir: Path) -> None:
-    """Writes predictions.csv, in the order of the dataset, and confusion_matrix.png if matplotlib is installed.
-
-    Args:
-        rows: (samples, 3), of Predictions.
-        batches: The sample numbers of the rows.
-        confusion: (classes, classes), targets downwards, predictions to the right.
-        run_dir: Where to.
-    """
-    rows = sorted(zip(np.concatenate(batches).tolist(), *rows.T.tolist(), strict=True))
+def write_predictions(rows: list[list], results: dict, run_dir: Path) -> None:
+    """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
     with atomically(run_dir / "predictions.csv") as file:
         writer = csv.writer(file)
         writer.writerow(["sample", "target", "prediction", "confidence"])
-        writer.writerows((sample, int(target), int(prediction), p) for sample, target, prediction, p in rows)
+        writer.writerows([sample, int(target), int(prediction), p] for sample, target, prediction, p in sorted(rows))
     print(f"predictions {run_dir / 'predictions.csv'}")
-    try:
-        import matplotlib.pyplot as plt
+    if not find_spec("matplotlib"):
+        print("no confusion_matrix.png: that needs matplotlib, see requirements.txt")
+    elif (confusion := results.get("confusion_matrix")) is not None:
         from torchmetrics.utilities.plot import plot_confusion_matrix
-    except ImportError:
-        print("no confusion_matrix.png: it needs matplotlib (pip install matplotlib)")
-        return
-    figure, _ = plot_confusion_matrix(confusion, add_text=len(confusion) <= 20)
-    figure.savefig(run_dir / "confusion_matrix.png")
-    plt.close(figure)
+
+        figure, _ = plot_confusion_matrix(confusion.cpu(), add_text=len(confusion) <= 20)
+        figure.savefig(run_dir / "confusion_matrix.png")
 
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
-    run_dir, size = Path(config.out_dir), trained.micro_batch_size or trained.effective_batch_size
-    samplers = [EvalSampler(len(dataset), config.batch_size or max(size, min(4 * size, 256)), rank, fabric.world_size)
-                for rank in range(fabric.world_size)]  # fmt: skip
+    size, world_size = trained.micro_batch_size or trained.effective_batch_size, fabric.world_size
+    size = config.batch_size or max(size, min(4 * size, 256))  # as in train.py
+    samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
     loader = fabric.setup_dataloaders(
         build_loader(dataset, samplers[fabric.global_rank], trained, fabric.device.type == "cuda", resources),
         use_distributed_sampler=False,
         move_to_device=fabric.device.type != "cpu",
     )
-    model = build_model(trained, dataset)
-    weights = DirectCheckpointIO().load_checkpoint(path)
+    model, weights = build_model(trained, dataset), load(path)
     model.load_state_dict(weights.get("model", weights))
-    model = fabric.setup_module(model)
-    metrics = build_metrics(trained, dataset, is_test=True).to(fabric.device)
+    metrics = build_metrics(trained, dataset, is_test=True)
     if config.predictions:
-        metrics.add_metrics({"rows": Predictions().to(fabric.device)})
-    results = validate(fabric, trained, model, loader, metrics)
+        metrics.add_metrics({"rows": Predictions()})
+    results = validate(fabric, trained, fabric.setup_module(model), loader, metrics.to(fabric.device))
     if not fabric.is_global_zero:
         return 0
-    confusion = results.get("confusion_matrix")
-    if config.predictions:
-        batches = [batch for sampler in samplers for batch in sampler.batches]
-        write_predictions(results.pop("rows").cpu(), batches, confusion.cpu(), run_dir)
     print(f"{path} on {len(dataset)} {config.split} samples\n")
-    if confusion is not None:
+    if "confusion_matrix" in results:
         print(utils.format_row(["class", "samples", "accuracy"]))
-        for i, row in enumerate(confusion.tolist()):
+        for i, row in enumerate(results["confusion_matrix"].tolist()):
             print(utils.format_row([i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
+    if config.predictions:
+        samples = np.concatenate([batch for sampler in samplers for batch in sampler.batches]).tolist()
+        write_predictions([*zip(samples, *results.pop("rows").T.tolist(), strict=True)], results, Path(config.out_dir))
     for name, value in results.items():
         if isinstance(value, float):
             print(f"{name} {value:.5g}")
-    report = {name: value if isinstance(value, float) else value.tolist() for name, value in results.items()}
-    report = {"checkpoint": str(path), "split": config.split, "num_samples": len(dataset)} | report
-    with atomically(run_dir / f"test_{config.split}_{path.stem}.json") as file:
+    report = {"checkpoint": str(path), "split": config.split, "num_samples": len(dataset)}
+    report |= {name: value if isinstance(value, float) else value.tolist() for name, value in results.items()}
+    with atomically(file_path := Path(config.out_dir, f"test_{config.split}_{path.stem}.json")) as file:
         json.dump(report, file, indent=2)
-    print(f"results {run_dir / f'test_{config.split}_{path.stem}.json'}")
+    print(f"results {file_path}")
     return 0
 
 
 def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
     run_dir = Path(config.out_dir)
-    trained = cli.read_config(run_dir)
-    trained = replace(trained, num_workers=config.num_workers, timeout=config.timeout)
-    config = replace(config, precision=config.precision or trained.precision, data_dir=config.data_dir or trained.data_dir)
+    trained = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
+    precision, data_dir = config.precision or trained.precision, config.data_dir or trained.data_dir
+    config = replace(config, precision=precision, data_dir=data_dir)
     known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": checkpoints_of(run_dir)}
     path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), run_dir / "checkpoints" / "step-*.ckpt")
     if not path.is_file():
         raise ConfigError(f"--checkpoint {config.checkpoint}: {path} does not exist; `last` or another file may do")
-    if path.name != "model.pt" and not is_whole(path):
+    if path.name != "model.pt" and step_of(path) < 0:
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do")
     fabric = build_fabric(config)
     with blame(config, "data_dir"):

@@ -10,7 +10,7 @@ python test.py --out_dir 20261121-093000-train_out          # evaluate a run
 import gc
 
 import cli
-from config import ConfigError, RunError, TrainConfig, blame, mode_of
+from config import ConfigError, RunError, TrainConfig, blame, is_due, limit, mode_of, scale_lr, split_batch
 
 if __name__ == "__main__":
     CONFIG = cli.options(cli.parse_train)  # before the heavy imports: --help and a mistyped option answer at once
@@ -31,7 +31,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from tqdm import tqdm
 
 import utils
-from data import EvalSampler, TrainSampler, build_datasets, build_loader
+from data import EvalSampler, TrainSampler, build_datasets, build_loader, seeder
 from model import Model
 from rundir import RunDir
 
@@ -43,17 +43,17 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
-    """The forward pass and the loss of a training step, a validation and test.py; `model.training` tells which. torch's
-    generators are seeded before each call, NumPy's and Python's are not.
+    """The forward pass and the loss: of a training step, a validation and test.py (`model.training` tells which).
+    torch's generators are seeded before each call; NumPy's and Python's are not.
 
     Args:
         model: What build_model made, set up by Fabric.
-        batch: What the dataset gives, on the device: images (batch, channels, height, width) and class numbers (batch,).
+        batch: What the dataset gives, on the device: here images (batch, channels, height, width) and classes (batch,).
         config: The options.
 
     Returns:
-        Means by name, all of which are logged, and of which `loss` is minimised; how many samples they are means of; and
-        the arguments of the metrics' `update`.
+        Means by name, of which `loss` is minimised and all are logged; how many samples they are means of; and the
+        arguments of the metrics' `update`.
     """
     images, targets = batch
     logits = model(images)
@@ -82,11 +82,11 @@ def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int,
 
 @torch.no_grad()
 def validate(fabric: Fabric, config, model: nn.Module, loader: DataLoader, metrics, batches: int | None = None) -> dict:
-    """The means of what compute_loss returns, and the metrics, over the samples of all ranks, each counted once; or over
+    """The means of what compute_loss returns and the metrics, over the samples of all ranks, each counted once; or over
     so many `batches` per rank. Floats, or tensors where a metric has several elements."""
     model.eval()
     metrics.reset()
-    sums, seed = utils.Sums(fabric, "samples"), utils.seeder(fabric, "validate", config.seed)
+    sums, seed = utils.Sums(fabric, "samples"), seeder(fabric, "validate", config.seed)
     for number, batch in enumerate(islice(loader, batches)):
         seed(number * fabric.world_size + fabric.global_rank)
         values, count, outputs = compute_loss(model, batch, config)
@@ -135,28 +135,28 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         state |= unjudged
 
     # ---- what follows from the config, in steps
-    old_size = state["micro_batch_size"]  # kept where it divides: other micro-batches mean other dropout
-    kept_size = old_size if old_size and batch_size % (old_size * world_size) == 0 else None
-    micro_batch_size, grad_accum_steps = utils.split_batch(batch_size, config.micro_batch_size or kept_size, world_size)
+    size, old_size = config.micro_batch_size, state["micro_batch_size"]  # the old one stays where it divides
+    if old_size and not size and batch_size % (old_size * world_size) == 0:
+        size = old_size
+    micro_batch_size, grad_accum_steps = split_batch(batch_size, size, world_size)
     if old_size not in (None, micro_batch_size):
         echo(f"micro_batch_size {micro_batch_size} instead of {old_size}: dropout and augmentation differ from here on")
     state["micro_batch_size"] = micro_batch_size
-    steps_per_epoch = utils.limit(len(train_set) // batch_size, config.limit_train_batches)
-    if not steps_per_epoch:
+    if batch_size > len(train_set):
         raise ConfigError(f"--effective_batch_size {batch_size}: there are only {len(train_set)} training samples")
+    steps_per_epoch = limit(len(train_set) // batch_size, config.limit_train_batches)
     total_steps = config.max_steps or max(1, round(config.epochs * steps_per_epoch))
     log_every = config.log_interval or steps_per_epoch / config.log_per_epoch
     val_every = config.val_interval or config.val_frequency * steps_per_epoch
     save_every = config.checkpoint_interval or (config.checkpoint_frequency or math.inf) * steps_per_epoch
-    peak_lr = utils.scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
+    peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
     patience = config.early_stopping_patience or math.inf
 
-    # ---- data
-    val_samples = min(len(val_set), batch_size * utils.limit(-(-len(val_set) // batch_size), config.limit_val_batches))
-    val_batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))  # nothing is kept for a backward pass
-    train_sampler = TrainSampler(
-        len(train_set), steps_per_epoch, batch_size, micro_batch_size, rank, world_size, config.seed
-    )
+    # ---- data; a validation keeps nothing for a backward pass, and has room for more samples at once
+    val_samples = min(len(val_set), batch_size * limit(-(-len(val_set) // batch_size), config.limit_val_batches))
+    val_batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))
+    sizes = (steps_per_epoch, batch_size, micro_batch_size)
+    train_sampler = TrainSampler(len(train_set), *sizes, rank, world_size, config.seed)
     val_sampler = EvalSampler(val_samples, val_batch_size, rank, world_size) if val_samples else []
     train_loader, val_loader = fabric.setup_dataloaders(
         build_loader(train_set, train_sampler, config, device.type == "cuda", resources),
@@ -183,7 +183,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- the loop
     columns = ["epoch", "step", *names, "lr", "samples_per_second", "data_wait"]
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
-    sums, timer, seed = state["sums"], utils.Timer(), utils.seeder(fabric, "step", config.seed)
+    sums, timer, seed = state["sums"], utils.Timer(), seeder(fabric, "step", config.seed)
     first_step, last_step = state["step"] + 1, total_steps if state["bad_validations"] < patience else 0
     model.train()
     for step in range(first_step, last_step + 1):
@@ -204,7 +204,9 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
                 fabric.backward(values["loss"] / grad_accum_steps)
             sums.add(values)
 
-        is_log_step = step == total_steps or utils.is_due(step, log_every)
+        is_log_step, is_val_step, is_save_step = (
+            step == total_steps or is_due(step, every) for every in (log_every, val_every, save_every)
+        )
         if config.max_grad_norm or is_log_step:
             grad_norm = utils.clip_gradients(fabric, model, optimizer, config.max_grad_norm)
         optimizer.step()
@@ -213,30 +215,27 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         bar.update()
 
         # ---- now and then: log, validate, save
-        is_stopping, is_best, row = stop(), False, {}
-        is_val_step = step == total_steps or utils.is_due(step, val_every)
-        is_save_step = step == total_steps or utils.is_due(step, save_every) or is_stopping
-        if is_log_step or is_val_step or is_save_step:
+        is_over, is_best, row = stop(), False, {}
+        if is_log_step or is_val_step or is_save_step or is_over:
             sums.collect()  # waits for the device
         timer.stop()
         if is_log_step:
             row = {"epoch": step / steps_per_epoch, "train/grad_norm": grad_norm.item(), "lr": lr}
             row |= timer.take(batch_size) | sums.take("log", "train/")
             if not math.isfinite(row["train/loss"]):
-                raise RunError(f"the loss before step {step} is {row['train/loss']}; the checkpoints are good")
+                raise RunError(f"the loss is {row['train/loss']} in the steps before {step}; the checkpoints are good")
         if is_val_step:
             means = sums.take("validation", "train/")
-            if val_samples:
-                results = validate(fabric, config, model, val_loader, metrics)
-                row |= {f"val/{name}": value for name, value in results.items()}
+            results = validate(fabric, config, model, val_loader, metrics) if val_samples else {}
+            row |= {f"val/{name}": value for name, value in results.items()}
             value, sign = (row | means)[config.monitor], -1 if mode == "min" else 1
             is_best = math.isfinite(value) and (state["best"] is None or sign * value > sign * state["best"])
             state["bad_validations"] = 0 if is_best else state["bad_validations"] + 1
             if is_best:
                 state["best"], state["best_step"] = value, step
+            is_over = is_over or state["bad_validations"] >= patience
             table_row = {"epoch": step / steps_per_epoch, "step": step, "lr": lr} | row | means
             echo(utils.format_row(table_row.get(name, "") for name in columns))
-        is_over = is_stopping or state["bad_validations"] >= patience
         if row:
             run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
         if is_save_step or is_over or (is_best and save_every < math.inf):
@@ -252,9 +251,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if is_finished:
         run.finish("model")
     echo(f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps")
-    if state["best"] is not None:
+    if state["best_step"]:
         echo(f"best {config.monitor} {state['best']:.5g} at step {state['best_step']}")
-    echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}")
+    if run.path:
+        echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}")
     return 0 if is_finished else utils.PREEMPTED
 
 

@@ -1,8 +1,7 @@
-"""What the loop calls by name, and nobody edits: launch, signals, batch and learning-rate arithmetic, seeding, sums, times.
-Nothing here knows a loss, a metric, a batch or a key of `state`."""
+"""What the loop calls by name, and nobody edits: launch, failures, signals, sums, times. Nothing here knows a loss, a
+metric, a batch or a key of `state`."""
 
 import ctypes
-import math
 import os
 import platform
 import re
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from cli import is_local_zero, srun_tasks
+from cli import say
 from config import OWN_OF_A_HOST, ConfigError, RunError
 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
@@ -31,42 +30,24 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
 
 
-def hint_for(error: Exception, config) -> str:
-    """What to do about a failure that is not a fault of the code; "" for all others."""
-    text = str(error)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        if not hasattr(config, "effective_batch_size"):
-            return "out of memory: try a smaller --batch_size"
-        share = config.effective_batch_size // (dist.get_world_size() if dist.is_initialized() else 1)
-        smaller = [size for size in range(1, config.micro_batch_size or share) if share % size == 0]
-        return f"out of memory: try --micro_batch_size {max(smaller, default=1)} for the same effective batch size"
-    if "DataLoader" in text:
-        return f"a data worker (--num_workers) died, or did not deliver for --timeout {config.timeout:g} seconds"
-    if re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE):
-        return f"another process died, or did not answer for --timeout {config.timeout:g} seconds: see its message"
-    return ""
-
-
 def prepare_device(config) -> None:
     """Sets what is faster on the kind of device. Raises ConfigError for what Fabric would silently replace on a CPU."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not has_gpu)
-    if on_cpu and config.precision in ("16-mixed", "16-true"):
+    if config.accelerator != "cpu" and (config.accelerator != "auto" or has_gpu):
+        torch.set_float32_matmul_precision("high")  # TF32; on a CPU it would make small products twice as slow
+        return
+    torch.set_flush_denormal(True)  # Adam keeps such numbers for dead units: its step took several times longer
+    if config.precision in ("16-mixed", "16-true"):
         raise ConfigError(f"--precision {config.precision}: the CPU lacks float16; use bf16-mixed or 32-true")
-    if on_cpu and config.strategy == "dp":
+    if config.strategy == "dp":
         raise ConfigError("--strategy dp: needs GPUs; use ddp, which is faster on them, too")
-    if on_cpu:  # denormal numbers, as Adam keeps them for units that have died, make its step several times slower
-        torch.set_flush_denormal(True)
-    else:  # on a CPU it would make small products twice as slow
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
 
 
 def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     """Calls function(resources) in every process and returns its exit code. What must not outlive the run, however it
     ends, is registered with `resources`. Raises ConfigError where the launcher has started another number of processes
     than the options mean, or where a process has other options or files than rank 0."""
-    started = int(os.environ.get("WORLD_SIZE") or (srun_tasks() if srun_tasks() > 1 else fabric.world_size))
-    if started != fabric.world_size:
+    if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
         meant = f"--devices {config.devices} --num_nodes {config.num_nodes}: means {fabric.world_size} processes"
         raise ConfigError(f"{meant}, but the launcher has started {started}")
     if hasattr(fabric.strategy, "_timeout"):  # Fabric has no option for it; its own is 30 minutes
@@ -74,7 +55,7 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-        print("torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else a restart may hang")
+        say("torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else a restart may hang")
 
     def start(fabric: Fabric) -> int:
         sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
@@ -84,10 +65,31 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         with ExitStack() as resources:
             return function(resources)
 
-    code = fabric.launch(start)
+    try:
+        code = fabric.launch(start)
+    except Exception as error:
+        explain(error, config)
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, else gloo can abort at exit
     return code
+
+
+def explain(error: Exception, config) -> None:
+    """Adds to a failure that is not a fault of the code what it is and what to do."""
+    text, hint = str(error), ""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+        share = getattr(config, "effective_batch_size", 1) // (dist.get_world_size() if dist.is_initialized() else 1)
+        smaller = [size for size in range(1, getattr(config, "micro_batch_size", 1) or share) if share % size == 0]
+        advice = f"--micro_batch_size {smaller[-1]} for the same effective batch size" if smaller else "smaller batches"
+        hint = f"out of memory: try {advice}"
+    elif "DataLoader" in text:
+        hint = f"a data worker (--num_workers) died, or did not deliver for --timeout {config.timeout:g} seconds"
+    elif re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE):
+        hint = f"another process died, or did not answer for --timeout {config.timeout:g} seconds: see its message"
+    if hint:
+        error.add_note(hint)
+        error.is_explained = True  # cli.run prints no traceback
 
 
 def differing_rank(fabric: Fabric, value) -> str | None:
@@ -117,9 +119,8 @@ class StopSignals:
     the process at once. Several processes ask each other about once a second: gloo may take 1 ms to answer."""
 
     def __init__(self, timeout: float, resources: ExitStack):
-        self.received = 0
+        self.received, self.group = 0, None
         self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since they last asked
-        self.group = None
         if dist.is_initialized():  # on the CPU, so that to ask never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
@@ -144,62 +145,6 @@ class StopSignals:
         return received > 0
 
 
-# ---- arithmetic
-
-
-def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
-    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps for the last two. Raises
-    ConfigError, which names the nearest sizes, where it does not divide."""
-    unit = world_size * (micro_batch_size or 1)
-    below = effective_batch_size // unit * unit
-    if below != effective_batch_size:
-        message = f"is no multiple of {world_size} process(es) x micro_batch_size {micro_batch_size or 1}"
-        nearest = f"{below} or {below + unit}" if below else unit
-        raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}; nearest: {nearest}")
-    share = effective_batch_size // world_size
-    return micro_batch_size or share, share // (micro_batch_size or share)
-
-
-def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:
-    """The learning rate for effective_batch_size, from the one for base_batch_size: "linear" (Goyal et al. 2017,
-    arXiv:1706.02677), "sqrt" (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741) or "none"."""
-    ratio = effective_batch_size / base_batch_size
-    return base_lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
-
-
-def limit(total: int, limit_batches: int | float | None) -> int:
-    """So many of `total` batches: a count, a fraction (at least one batch), 0 for none, or None for all."""
-    if isinstance(limit_batches, float):
-        return max(1, int(total * limit_batches + 1e-9))
-    return total if limit_batches is None else min(total, limit_batches)
-
-
-def is_due(step: int, every: float) -> bool:
-    """Whether a multiple of `every` steps, which need not be whole, was passed with this step."""
-    return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)
-
-
-# ---- the step
-
-
-def seeder(fabric: Fabric, tag: str, seed: int) -> Callable[[int], None]:
-    """Returns a function that seeds torch's generators, of the CPU and the devices, by the number that it is given: no
-    generator's state has to be saved. (torch.manual_seed visits all backends: 260 µs a step against 3.)"""
-    generators, base = [torch.default_generator], zlib.crc32(f"{tag} {seed}".encode())
-    if fabric.device.type == "cuda":
-        is_dp = type(fabric.strategy).__name__ == "DataParallelStrategy"  # one process, with all its devices
-        devices = fabric.strategy.parallel_devices if is_dp else [fabric.device]
-        generators += [torch.cuda.default_generators[device.index] for device in devices]
-    elif fabric.device.type == "mps":
-        generators.append(torch.mps._get_default_mps_generator())
-
-    def seed_all(number: int) -> None:
-        for generator in generators:
-            generator.manual_seed(base + number)
-
-    return seed_all
-
-
 def skip_wrapper(fabric: Fabric, model: nn.Module) -> nn.Module:
     """Lets the model be called past Fabric's wrapper where that converts nothing: 25 of the 230 µs of a small step."""
     if fabric.strategy.precision.precision == "32-true":
@@ -216,12 +161,12 @@ def clip_gradients(fabric: Fabric, model: nn.Module, optimizer, max_norm: float 
 
 
 class Sums:
-    """Means of named values over all ranks, since each of the `windows` was last taken. To `add` stays on the device and
-    waits for nothing; `collect` waits. A part of `state`."""
+    """Means of named values over all ranks, since each of the `windows` was last taken. To `add` waits for nothing;
+    `collect` waits for the device. A part of `state`."""
 
     def __init__(self, fabric: Fabric, *windows: str):
         self.fabric, self.added, self.weight = fabric, {}, 0
-        self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # sums of float32 are exact in it
+        self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # in which their sums are exact
         self.windows = dict.fromkeys(windows, {})  # sums of what was collected: plain numbers
 
     def add(self, values: dict[str, Tensor], weight: int = 1) -> None:
@@ -262,7 +207,6 @@ class Timer:
         self.began, self.seconds, self.waited, self.steps = None, 0.0, 0.0, 0
 
     def next(self, batches: Iterator):
-        """The next batch; the time that it takes is waiting for data."""
         began = time.perf_counter()
         self.began = self.began or began
         batch = next(batches)
@@ -281,11 +225,10 @@ class Timer:
 
 def memory(state: dict, device: torch.device) -> str:
     """What the modules and optimizers in `state` hold after the first step, and the most that was taken until then."""
-    modules = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-    weights = sum(parameter.nbytes for module in modules for parameter in module.parameters()) / 1e6
-    entries = [entry for optimizer in optimizers for values in optimizer.state.values() for entry in values.values()]
-    states = sum(entry.nbytes for entry in entries if isinstance(entry, Tensor)) / 1e6
+    weights = [p for value in state.values() if isinstance(value, nn.Module) for p in value.parameters()]
+    states = [tensor for optimizer in optimizers for entry in optimizer.state.values() for tensor in entry.values()]
+    weights, states = (sum(t.nbytes for t in ts if isinstance(t, Tensor)) / 1e6 for ts in (weights, states))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     peak = torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else peak
     return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak:.4g} MB"
