@@ -179,6 +179,7 @@ def say(message: str) -> None:
 
 def options(parse_options: Callable):
     """What parse_train or parse_test makes of the command line of this process, which a mistake ends."""
+    gc.disable()  # the imports that follow make a million objects that stay; `run` enables it
     try:
         return parse_options(sys.argv[1:])
     except ConfigError as error:
@@ -187,8 +188,8 @@ def options(parse_options: Callable):
 
 def run(main: Callable, config) -> NoReturn:
     """Ends the process with the exit code of main(config), or with a last line that says what failed and what to do."""
-    gc.enable()  # was off during the imports: the million objects that they make stay, and are never searched
-    gc.freeze()
+    gc.enable()
+    gc.freeze()  # what is there by now is never searched for garbage
     try:
         end(main(config))
     except (ConfigError, RunError) as error:

@@ -192,6 +192,20 @@ def limit(total: int, limit_batches: int | float | None) -> int:
     return total if limit_batches is None else min(total, limit_batches)
 
 
+def in_steps(config: TrainConfig, num_samples: int) -> tuple[int, int, float, float, float]:
+    """Steps per epoch and in all, and steps between two logs, validations and checkpoints, which need not be whole.
+    Raises ConfigError if a batch is larger than the training set."""
+    if config.effective_batch_size > num_samples:
+        message = f"there are only {num_samples} training samples"
+        raise ConfigError(f"--effective_batch_size {config.effective_batch_size}: {message}")
+    per_epoch = limit(num_samples // config.effective_batch_size, config.limit_train_batches)
+    total = config.max_steps or max(1, round(config.epochs * per_epoch))
+    log_every = config.log_interval or per_epoch / config.log_per_epoch
+    val_every = config.val_interval or config.val_frequency * per_epoch
+    save_every = config.checkpoint_interval or (config.checkpoint_frequency or math.inf) * per_epoch
+    return per_epoch, total, log_every, val_every, save_every
+
+
 def is_due(step: int, every: float) -> bool:
     """Whether a multiple of `every` steps, which need not be whole, was passed with this step."""
     return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)

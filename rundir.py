@@ -177,7 +177,7 @@ class RunDir:
 
     def log(self, row: dict, step: int) -> None:
         """Gives the numbers of a row to all loggers."""
-        for logger in self.loggers:
+        for logger in self.loggers if row else ():
             logger.log({name: value for name, value in row.items() if isinstance(value, (int, float))}, step)
 
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:

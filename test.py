@@ -4,14 +4,11 @@ python test.py --out_dir 20261121-093000-train_out
 python test.py --out_dir train_out --checkpoint last --split val --predictions
 """
 
-import gc
-
 import cli
 from config import ConfigError, RunError, TestConfig, TrainConfig, blame
 
 if __name__ == "__main__":
     CONFIG = cli.options(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
-    gc.disable()  # see cli.run
 
 import csv
 import json
@@ -25,6 +22,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchmetrics import CatMetric
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 import utils
 from data import EvalSampler, build_datasets, build_loader
@@ -62,14 +60,12 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     size, world_size = trained.micro_batch_size or trained.effective_batch_size, fabric.world_size
     size = config.batch_size or max(size, min(4 * size, 256))  # as in train.py
     samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
-    loader = fabric.setup_dataloaders(
-        build_loader(dataset, samplers[fabric.global_rank], trained, fabric.device.type == "cuda", resources),
-        use_distributed_sampler=False,
-        move_to_device=fabric.device.type != "cpu",
-    )
+    loader = build_loader(fabric, dataset, samplers[fabric.global_rank], trained, resources)
     model, weights = build_model(trained, dataset), load(path)
     model.load_state_dict(weights.get("model", weights))
-    metrics = build_metrics(trained, dataset, is_test=True)
+    metrics = build_metrics(trained, dataset)
+    if hasattr(dataset, "num_classes"):
+        metrics.add_metrics({"confusion_matrix": MulticlassConfusionMatrix(dataset.num_classes, validate_args=False)})
     if config.predictions:
         metrics.add_metrics({"rows": Predictions()})
     results = validate(fabric, trained, fabric.setup_module(model), loader, metrics.to(fabric.device))

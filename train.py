@@ -1,20 +1,16 @@
 """Trains a classifier. The whole loop is in this file: edit it where it stands.
 
-python train.py                                             # digits, well under a minute on a CPU
+python train.py                                     # digits, well under a minute on a CPU
 python train.py --effective_batch_size 256 --precision bf16-mixed
-python train.py --dataset mnist --data_dir DIR --devices 2  # any MNIST-format set, on two devices
-python train.py --resume auto                               # go on where a killed run stopped
-python test.py --out_dir 20261121-093000-train_out          # evaluate a run
+python train.py --resume auto                       # go on where a killed run stopped
+python test.py --out_dir 20261121-093000-train_out  # evaluate a run
 """
 
-import gc
-
 import cli
-from config import ConfigError, RunError, TrainConfig, blame, is_due, limit, mode_of, scale_lr, split_batch
+from config import ConfigError, RunError, TrainConfig, blame, in_steps, is_due, limit, mode_of, scale_lr, split_batch
 
 if __name__ == "__main__":
     CONFIG = cli.options(cli.parse_train)  # before the heavy imports: --help and a mistyped option answer at once
-    gc.disable()  # see cli.run
 
 import math
 from contextlib import ExitStack
@@ -27,7 +23,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy
 from tqdm import tqdm
 
 import utils
@@ -43,29 +39,20 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
-    """The forward pass and the loss: of a training step, a validation and test.py (`model.training` tells which).
-    torch's generators are seeded before each call; NumPy's and Python's are not.
+    """The forward pass and the loss, of a training step, a validation and test.py; `model.training` tells which.
 
-    Args:
-        model: What build_model made, set up by Fabric.
-        batch: What the dataset gives, on the device: here images (batch, channels, height, width) and classes (batch,).
-        config: The options.
-
-    Returns:
-        Means by name, of which `loss` is minimised and all are logged; how many samples they are means of; and the
-        arguments of the metrics' `update`.
-    """
+    `batch` is what the dataset gives: images (batch, channels, height, width) and class numbers (batch,). torch's
+    generators are seeded before each call; NumPy's and Python's are not. Returns means by name, of which `loss` is
+    minimised and all are logged; how many samples they are means of; and the arguments of the metrics' `update`."""
     images, targets = batch
     logits = model(images)
     return {"loss": F.cross_entropy(logits, targets)}, len(targets), (logits, targets)
 
 
-def build_metrics(config: TrainConfig, dataset: Dataset, is_test: bool = False) -> MetricCollection:
-    """The metrics of a validation, and with `is_test` those of test.py."""
-    metrics = {"accuracy": MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)}
-    if is_test:
-        metrics["confusion_matrix"] = MulticlassConfusionMatrix(dataset.num_classes, validate_args=False)
-    return MetricCollection(metrics, compute_groups=False)  # groups are formed by what is equal after the first batch
+def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
+    """The metrics of a validation and of test.py."""
+    accuracy = MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)
+    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # groups merge what is equal by chance
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int, steps_per_epoch: int) -> float:
@@ -82,8 +69,7 @@ def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int,
 
 @torch.no_grad()
 def validate(fabric: Fabric, config, model: nn.Module, loader: DataLoader, metrics, batches: int | None = None) -> dict:
-    """The means of what compute_loss returns and the metrics, over the samples of all ranks, each counted once; or over
-    so many `batches` per rank. Floats, or tensors where a metric has several elements."""
+    """The means of what compute_loss returns, and the metrics, over all samples or so many `batches` of each rank."""
     model.eval()
     metrics.reset()
     sums, seed = utils.Sums(fabric, "samples"), seeder(fabric, "validate", config.seed)
@@ -111,7 +97,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if config.summary:
         echo(f"{model}\n{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     model = fabric.setup_module(torch.compile(model, dynamic=False) if config.compile else model)
-    model = utils.skip_wrapper(fabric, model)
+    utils.skip_wrapper(fabric, model)
     # After the model was set up: some strategies replace its parameters. Fabric cannot clip a fused one in 16-mixed.
     fused = device.type in ("cpu", "cuda") and config.precision != "16-mixed"
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=fused)
@@ -135,20 +121,13 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         state |= unjudged
 
     # ---- what follows from the config, in steps
-    size, old_size = config.micro_batch_size, state["micro_batch_size"]  # the old one stays where it divides
-    if old_size and not size and batch_size % (old_size * world_size) == 0:
-        size = old_size
-    micro_batch_size, grad_accum_steps = split_batch(batch_size, size, world_size)
+    old_size = state["micro_batch_size"]  # stays where it divides
+    kept_size = old_size if old_size and batch_size % (old_size * world_size) == 0 else None
+    micro_batch_size, grad_accum_steps = split_batch(batch_size, config.micro_batch_size or kept_size, world_size)
     if old_size not in (None, micro_batch_size):
         echo(f"micro_batch_size {micro_batch_size} instead of {old_size}: dropout and augmentation differ from here on")
     state["micro_batch_size"] = micro_batch_size
-    if batch_size > len(train_set):
-        raise ConfigError(f"--effective_batch_size {batch_size}: there are only {len(train_set)} training samples")
-    steps_per_epoch = limit(len(train_set) // batch_size, config.limit_train_batches)
-    total_steps = config.max_steps or max(1, round(config.epochs * steps_per_epoch))
-    log_every = config.log_interval or steps_per_epoch / config.log_per_epoch
-    val_every = config.val_interval or config.val_frequency * steps_per_epoch
-    save_every = config.checkpoint_interval or (config.checkpoint_frequency or math.inf) * steps_per_epoch
+    steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))
     peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
     patience = config.early_stopping_patience or math.inf
 
@@ -157,13 +136,9 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     val_batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))
     sizes = (steps_per_epoch, batch_size, micro_batch_size)
     train_sampler = TrainSampler(len(train_set), *sizes, rank, world_size, config.seed)
+    train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
     val_sampler = EvalSampler(val_samples, val_batch_size, rank, world_size) if val_samples else []
-    train_loader, val_loader = fabric.setup_dataloaders(
-        build_loader(train_set, train_sampler, config, device.type == "cuda", resources),
-        build_loader(val_set, val_sampler, config, device.type == "cuda", resources),
-        use_distributed_sampler=False,  # the samplers know the devices
-        move_to_device=device.type != "cpu",
-    )
+    val_loader = build_loader(fabric, val_set, val_sampler, config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
     names = ["train/loss"]
@@ -175,9 +150,9 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     run.start(state["step"])
     echo(
         f"effective_batch_size {batch_size} = {world_size} process(es) x {micro_batch_size} micro_batch_size x "
-        f"{grad_accum_steps} grad_accum_steps\nlr {peak_lr:g} = base_lr {config.base_lr:g}, scaled "
-        f"{config.base_batch_size} -> {batch_size} samples by rule {config.lr_scaling_rule}\n{total_steps} steps = "
-        f"{total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} steps\nrun directory {run.path}"
+        f"{grad_accum_steps} grad_accum_steps\nlr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule "
+        f"{config.lr_scaling_rule}\n{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} "
+        f"steps\nrun directory {run.path}"
     )
 
     # ---- the loop
@@ -204,9 +179,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
                 fabric.backward(values["loss"] / grad_accum_steps)
             sums.add(values)
 
-        is_log_step, is_val_step, is_save_step = (
-            step == total_steps or is_due(step, every) for every in (log_every, val_every, save_every)
-        )
+        is_log_step, is_val_step, is_save_step = (step == total_steps or is_due(step, every) for every in intervals)
         if config.max_grad_norm or is_log_step:
             grad_norm = utils.clip_gradients(fabric, model, optimizer, config.max_grad_norm)
         optimizer.step()
@@ -236,17 +209,14 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             is_over = is_over or state["bad_validations"] >= patience
             table_row = {"epoch": step / steps_per_epoch, "step": step, "lr": lr} | row | means
             echo(utils.format_row(table_row.get(name, "") for name in columns))
-        if row:
-            run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
-        if is_save_step or is_over or (is_best and save_every < math.inf):
+        run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
+        if is_save_step or is_over or (is_best and intervals[2] < math.inf):
             run.save(step, is_save_step or is_over, is_best)
         if step == first_step:
             echo(utils.memory(state, device) + "\n" + utils.format_row(columns))
         if is_over:
             break
     bar.close()
-
-    # ---- the end
     is_finished = state["step"] >= total_steps or state["bad_validations"] >= patience
     if is_finished:
         run.finish("model")
@@ -261,19 +231,13 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of a TrainConfig or TestConfig. Raises ConfigError for what the machine cannot do."""
     utils.prepare_device(config)
-    with blame(config, "accelerator", "devices", "num_nodes", "strategy", "precision"):
-        return Fabric(
-            accelerator=config.accelerator,
-            devices=config.devices,
-            num_nodes=config.num_nodes,
-            strategy=config.strategy,
-            precision=config.precision,
-        )
+    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
+    with blame(config, *names):
+        return Fabric(**{name: getattr(config, name) for name in names})
 
 
 def main(config: TrainConfig) -> int:
-    """Trains; `config.resume` is the path of a run to go on with. Returns the exit code. Raises ConfigError for an
-    option that cannot be used, and RunError where the run cannot go on."""
+    """Trains; `config.resume` is the path of a run to go on with. Returns the exit code, or raises ConfigError, RunError."""
     if n := config.fast_run:
         config = replace(config, epochs=1, max_steps=None, limit_train_batches=n, limit_val_batches=n)
     fabric = build_fabric(config)
