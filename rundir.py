@@ -110,15 +110,19 @@ class RunDir:
         """Restores `state` in place. What the checkpoint lacks stays as it is."""
         if odd := differing_rank(self.fabric, path.stat().st_size if path.exists() else None):
             raise ConfigError(f"--resume: {odd} does not see {path} as rank 0 does; {SHARED}")
-        saved = load(path, "meta")
-        found = {name: value for name, value in self.state.items() if saved.get(name, {}) != {}}
+        saved, found = load(path, "meta"), {}
+        for name, value in self.state.items():  # a scaler cannot load the {} of a run in another precision
+            if name in saved and not (saved[name] == {} and hasattr(value, "state_dict")):
+                found[name] = value
         self.fabric.load(path, found)
         for name, value in found.items():
-            self.state[name] = value.to(self.state[name].device) if isinstance(value, Tensor) else value
+            is_moved = isinstance(value, Tensor) and isinstance(self.state[name], Tensor)
+            self.state[name] = value.to(self.state[name].device) if is_moved else value
         for name, groups in self.settings.items():
             before = saved["checkpoint"]["settings"].get(name, groups)
             for group, now, then in zip(self.state[name].param_groups, groups, before, strict=False):
                 group |= {key: value for key, value in now.items() if then.get(key) != value}
+            self.state[name].load_state_dict(self.state[name].state_dict())  # a fused one has its steps on the device
         if self.fabric.is_global_zero:
             missing = [f"; state[{name!r}] is not in it, and new" for name in self.state.keys() - saved.keys()]
             print(f"resumed from {path}{''.join(missing)}")
@@ -155,7 +159,7 @@ class RunDir:
                 self.take_lock()
                 return self.path
             except OSError as error:
-                if not self.path.is_dir():
+                if not (isinstance(error, FileExistsError) and self.path.is_dir()):
                     raise ConfigError(f"--root_dir {self.config.root_dir}: cannot make {self.path}: {error}") from None
                 time.sleep(0.1)
 

@@ -59,7 +59,8 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
     size, world_size = trained.micro_batch_size or trained.effective_batch_size, fabric.world_size
     size = config.batch_size or max(size, min(4 * size, 256))  # as in train.py
-    samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
+    with blame(config, "split", "devices"):
+        samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
     loader = build_loader(fabric, dataset, samplers[fabric.global_rank], trained, resources)
     model, weights = build_model(trained, dataset), load(path)
     model.load_state_dict(weights.get("model", weights))
@@ -103,6 +104,7 @@ def main(config: TestConfig) -> int:
     if path.name != "model.pt" and step_of(path) < 0:
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do")
     fabric = build_fabric(config)
+    fabric.seed_everything(trained.seed, verbose=False)
     with blame(config, "data_dir"):
         dataset = build_datasets(trained.dataset, config.data_dir, augment=False)[config.split]
     return utils.launch(fabric, config, lambda resources: test(fabric, config, trained, dataset, path, resources))

@@ -137,7 +137,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     sizes = (steps_per_epoch, batch_size, micro_batch_size)
     train_sampler = TrainSampler(len(train_set), *sizes, rank, world_size, config.seed)
     train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
-    val_sampler = EvalSampler(val_samples, val_batch_size, rank, world_size) if val_samples else []
+    with blame(config, "limit_val_batches", "devices"):
+        val_sampler = EvalSampler(val_samples, val_batch_size, rank, world_size) if val_samples else []
     val_loader = build_loader(fabric, val_set, val_sampler, config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
@@ -221,10 +222,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if is_finished:
         run.finish("model")
     echo(f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps")
-    if state["best_step"]:
-        echo(f"best {config.monitor} {state['best']:.5g} at step {state['best_step']}")
-    if run.path:
-        echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}")
+    echo(f"best {config.monitor} {math.nan if state['best'] is None else state['best']:.5g} at step {state['best_step']}")
+    echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}" if run.path else "")
     return 0 if is_finished else utils.PREEMPTED
 
 
@@ -237,10 +236,11 @@ def build_fabric(config) -> Fabric:
 
 
 def main(config: TrainConfig) -> int:
-    """Trains; `config.resume` is the path of a run to go on with. Returns the exit code, or raises ConfigError, RunError."""
+    """Trains, or goes on with the run at `config.resume`. Returns the exit code, or raises ConfigError or RunError."""
     if n := config.fast_run:
         config = replace(config, epochs=1, max_steps=None, limit_train_batches=n, limit_val_batches=n)
     fabric = build_fabric(config)
+    fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
     with blame(config, "dataset", "data_dir"):
         datasets = build_datasets(config.dataset, config.data_dir)
     return utils.launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))

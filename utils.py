@@ -68,7 +68,8 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     try:
         code = fabric.launch(start)
     except Exception as error:
-        explain(error, config)
+        if not isinstance(error, (ConfigError, RunError)):
+            explain(error, config)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, else gloo can abort at exit
