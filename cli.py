@@ -21,6 +21,8 @@ from simple_parsing import ArgumentParser
 
 from config import FIXED_ON_RESUME, LENGTH, ConfigError, MachineConfig, RunError, TestConfig, TrainConfig
 
+DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
+
 
 def parse(cls: type, args: list[str], source: str = "") -> dict:
     """The values of all fields of TrainConfig or TestConfig, from arguments and defaults. Only names and types are
@@ -77,8 +79,7 @@ def launcher_args() -> list[str]:
     by itself would take each process of torchrun or srun on a CPU for a run of its own."""
     # Taken out of the environment: `fabric run` is torchrun with options, and with them Fabric would connect at once.
     os.environ.pop("LT_CLI_USED", None)
-    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
-    asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in names}
+    asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in DEVICE_OPTIONS}
     if "LOCAL_WORLD_SIZE" in os.environ:
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         asked |= {"devices": asked["devices"] or str(local), "num_nodes": str(world // local)}

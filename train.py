@@ -222,7 +222,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if is_finished:
         run.finish("model")
     echo(f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps")
-    echo(f"best {config.monitor} {math.nan if state['best'] is None else state['best']:.5g} at step {state['best_step']}")
+    best = "none" if state["best"] is None else f"{state['best']:.5g} at step {state['best_step']}"
+    echo(f"best {config.monitor} {best}")
     echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}" if run.path else "")
     return 0 if is_finished else utils.PREEMPTED
 
@@ -230,9 +231,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of a TrainConfig or TestConfig. Raises ConfigError for what the machine cannot do."""
     utils.prepare_device(config)
-    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
-    with blame(config, *names):
-        return Fabric(**{name: getattr(config, name) for name in names})
+    with blame(config, *cli.DEVICE_OPTIONS):
+        return Fabric(**{name: getattr(config, name) for name in cli.DEVICE_OPTIONS})
 
 
 def main(config: TrainConfig) -> int:
