@@ -72,7 +72,7 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: DataLoader, metri
     """The means of what compute_loss returns, and the metrics, over all samples or so many `batches` of each rank."""
     model.eval()
     metrics.reset()
-    sums, seed = utils.Sums(fabric, "samples"), seeder(fabric, "validate", config.seed)
+    sums, seed = utils.Sums(fabric, {"samples": {}}), seeder(fabric, "validate", config.seed)
     for number, batch in enumerate(islice(loader, batches)):
         seed(number * fabric.world_size + fabric.global_rank)
         values, count, outputs = compute_loss(model, batch, config)
@@ -111,7 +111,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         "model": model,
         "optimizer": optimizer,
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed
-        "sums": utils.Sums(fabric, "log", "validation"),
+        "sums": {"log": {}, "validation": {}},  # of what compute_loss returned since the last of each
         "step": 0,
         "micro_batch_size": None,
         **unjudged,  # the best value of `monitor` so far, its step, and the validations since
@@ -159,7 +159,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- the loop
     columns = ["epoch", "step", *names, "lr", "samples_per_second", "data_wait"]
     bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
-    sums, timer, seed = state["sums"], utils.Timer(), seeder(fabric, "step", config.seed)
+    sums, timer, seed = utils.Sums(fabric, state["sums"]), utils.Timer(), seeder(fabric, "step", config.seed)
     first_step, last_step = state["step"] + 1, total_steps if state["bad_validations"] < patience else 0
     model.train()
     for step in range(first_step, last_step + 1):

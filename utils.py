@@ -161,13 +161,12 @@ def clip_gradients(fabric: Fabric, model: nn.Module, optimizer, max_norm: float 
 
 
 class Sums:
-    """Means of named values over all ranks, since each of the `windows` was last taken. To `add` waits for nothing;
-    `collect` waits for the device. A part of `state`."""
+    """Means of named values over all ranks, since each of the `windows` was last taken; in that dict are their sums, as
+    plain numbers. To `add` waits for nothing, to `collect` for the device."""
 
-    def __init__(self, fabric: Fabric, *windows: str):
-        self.fabric, self.added, self.weight = fabric, {}, 0
+    def __init__(self, fabric: Fabric, windows: dict[str, dict]):
+        self.fabric, self.windows, self.added, self.weight = fabric, windows, {}, 0
         self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # in which their sums are exact
-        self.windows = dict.fromkeys(windows, {})  # sums of what was collected: plain numbers
 
     def add(self, values: dict[str, Tensor], weight: int = 1) -> None:
         """Adds values, sums over `weight` samples or micro-batches; always under the same names."""
@@ -191,12 +190,6 @@ class Sums:
         """The means of a window, which begins anew."""
         sums, self.windows[window] = self.windows[window], {}
         return {prefix + name: value / sums[None] for name, value in sums.items() if name is not None}
-
-    def state_dict(self) -> dict:
-        return self.windows
-
-    def load_state_dict(self, windows: dict) -> None:
-        self.windows = windows
 
 
 class Timer:
