@@ -64,10 +64,11 @@ class ImageDataset(Dataset):
 
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(indices)
+        targets = self.targets.index_select(0, index)  # index_select: half the time of [index]
         if not self.shift:
-            return self.images[index], self.targets[index]
+            return self.images.index_select(0, index), targets
         dy, dx = torch.randint(2 * self.shift + 1, (2, len(index)))
-        return self.shifted[index, :, dy, dx], self.targets[index]
+        return self.shifted[index, :, dy, dx], targets
 
     @staticmethod
     def collate_fn(batch):
@@ -149,10 +150,19 @@ def seeder(fabric, tag: str, seed: int) -> Callable[[int], None]:
     return lambda number: [generator.manual_seed(base + number) for generator in generators]
 
 
+class Loader(DataLoader):
+    """A DataLoader that fetches straight away where it has no workers and pins nothing: 11 of the 300 µs of a small
+    step."""
+
+    def __iter__(self) -> Iterator:
+        is_plain = self.num_workers == 0 and not self.pin_memory
+        return map(self.dataset.__getitem__, self.sampler) if is_plain else super().__iter__()
+
+
 def build_loader(fabric, dataset: Dataset, sampler: Sampler, config, resources: ExitStack) -> DataLoader:
     """A loader of the sampler's batches, on the device. Its `config.num_workers` processes end with `resources`; where
     one does not deliver for `config.timeout` seconds, the loop gets a RuntimeError."""
-    loader = DataLoader(
+    loader = Loader(
         MicroBatches(dataset, config.seed),
         sampler=sampler,
         batch_size=None,  # a key of the sampler is a whole batch

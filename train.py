@@ -177,7 +177,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             # The ranks exchange gradients once per step, during the last backward.
             with fabric.no_backward_sync(model, enabled=micro_step < grad_accum_steps - 1):
                 values, _, _ = compute_loss(model, batch, config)
-                fabric.backward(values["loss"] / grad_accum_steps)
+                fabric.backward(values["loss"] / grad_accum_steps if grad_accum_steps > 1 else values["loss"])
             sums.add(values)
 
         is_log_step, is_val_step, is_save_step = (step == total_steps or is_due(step, every) for every in intervals)
