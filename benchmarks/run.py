@@ -1,13 +1,14 @@
 """Times the template beside what one would use instead, on one core, in interleaved rounds.
 
-python benchmarks/run.py                       # everything, half an hour; the peers go into benchmarks/.venv
+python benchmarks/run.py                       # everything, most of an hour; the peers go into benchmarks/.venv
 python benchmarks/run.py --works W1 --rounds 3 --peers raw limit
+python benchmarks/run.py --works W1 W2 W3 --peers --other DIR    # beside the template in another checkout
 python benchmarks/run.py --start_up            # a whole run of one epoch, from the command to its end
 
-Every program trains the same model from the same weights on the same data (benchmarks/works.py), reads its loss every
-50 steps and says so at the end of each epoch. The time is taken here, from the first such line to the last. The
-template is its own train.py, on a copy whose model.py is the work's model, with its one optimizer line changed and the
-random shift of the images off; nobody validates or saves.
+Every program trains the same model from the same weights on the same data (works.py), reads its loss every 50 steps and
+says so at the end of each epoch. The time is taken here, from the first such line to the last. The template is its own
+train.py, in a copy whose model, data and optimizer are those of the work; nobody saves, and only in W1v does somebody
+validate. Only a run of everything, in at least five rounds, replaces results.json.
 """
 
 import argparse
@@ -23,15 +24,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from works import WORKS, write_mnist
+from works import VALIDATED, WORKS
 
 HERE = Path(__file__).resolve().parent
 PEERS = ["raw", "limit", "lightning", "accelerate", "pytorch_accelerated", "hf"]
 BATCHED = ["raw-batched", "lightning-batched", "accelerate-batched", "hf-batched"]  # pytorch_accelerated makes its own
-OPTIONS = (
-    "--accelerator cpu --lr_schedule constant --warmup_epochs 0 --lr_scaling_rule none --weight_decay 0 "
-    "--log_interval 50 --logger_name csv --limit_val_batches 0 --monitor train/loss --checkpoint_frequency None"
-)
+VALIDATING = ["raw", "limit"]  # the peers that take part where there is a validation
+OPTIONS = ["--accelerator", "cpu", "--lr_schedule", "constant", "--warmup_epochs", 0, "--lr_scaling_rule", "none",
+           "--weight_decay", 0, "--log_interval", 50, "--logger_name", "csv"]  # fmt: skip
+OPTIONS += ["--checkpoint_frequency", None]
+DATA = """
+
+def build_datasets(*_, **__):
+    from works import tensors
+
+    return {{split: ImageDataset(*pair, num_classes=10) for split, pair in tensors({work!r}).items()}}
+"""
 
 
 def python_with_peers() -> str:
@@ -44,28 +52,40 @@ def python_with_peers() -> str:
     return str(python)
 
 
-def copy_template(work: str, folder: Path) -> Path:
-    """The template with the work's model and optimizer."""
+def copy_template(work: str, folder: Path, root: Path = HERE.parent) -> Path:
+    """The template of the checkout `root`, with the work's model, data and optimizer."""
     folder.mkdir(parents=True)
-    for path in (*HERE.parent.glob("*.py"), HERE / "works.py"):
+    for path in (*root.glob("*.py"), HERE / "works.py"):
         shutil.copy(path, folder)
     (folder / "model.py").write_text(f"from works import build\n\n\ndef Model(*_):\n    return build({work!r})\n")
-    for file, old, new in (
-        ("train.py", "torch.optim.AdamW(", WORKS[work]["optimizer"] + "("),
-        ("data.py", "shift=1, ", ""),
-    ):
-        text = (folder / file).read_text()
-        assert text.count(old) == 1, f"{file} has changed: {old}"
-        (folder / file).write_text(text.replace(old, new))
+    with open(folder / "data.py", "a") as file:
+        file.write(DATA.format(work=work))
+    text = (folder / "train.py").read_text()
+    assert text.count("torch.optim.AdamW(") == 1, "train.py has changed"
+    (folder / "train.py").write_text(text.replace("torch.optim.AdamW(", WORKS[work]["optimizer"] + "("))
     return folder / "train.py"
+
+
+def template_command(work: str, folder: Path, root: Path = HERE.parent) -> list:
+    """The command that trains the work with a copy of the template in `folder`."""
+    command = [copy_template(work, folder, root), *OPTIONS, "--epochs", WORKS[work]["epochs"]]
+    command += ["--effective_batch_size", WORKS[work]["batch_size"], "--base_lr", WORKS[work]["lr"]]
+    return command if work in VALIDATED else [*command, "--limit_val_batches", 0, "--monitor", "train/loss"]
+
+
+def on_one_core(command: list) -> list[str]:
+    pinned = ["taskset", "-c", max(os.sched_getaffinity(0))] if shutil.which("taskset") else []
+    return [str(part) for part in (*pinned, *command)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "WANDB_MODE": "offline"}
 
 
 def seconds_per_epoch(command: list, cwd: Path) -> tuple[float, str]:
     """Runs a program. Returns the mean time of its epochs but the first, and the loss of the last."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "WANDB_MODE": "offline"}
-    command = ["taskset", "-c", str(max(os.sched_getaffinity(0))), *command] if shutil.which("taskset") else command
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        on_one_core(command), cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     times, last = [], ""
     for line in process.stdout:
@@ -79,55 +99,67 @@ def seconds_per_epoch(command: list, cwd: Path) -> tuple[float, str]:
     return (times[-1] - times[0]) / (len(times) - 1), numbers[0]
 
 
-def run(python: str, works: list[str], peers: list[str], rounds: int, folder: Path) -> list[dict]:
+def run(python: str, works: list[str], peers: list[str], rounds: int, other: str | None, folder: Path) -> list[dict]:
+    """Times the works with the template and the peers. Returns a row for each work and program."""
     rows = []
-    write_mnist(folder / "mnist")
     for work in works:
-        batch_size, data = WORKS[work]["batch_size"], folder / "mnist"
-        steps = (1217 if WORKS[work]["dataset"] == "digits" else 55_000) // batch_size
-        template = [python, copy_template(work, folder / work), *OPTIONS.split(), "--data_dir", data]
-        template += ["--dataset", WORKS[work]["dataset"], "--epochs", WORKS[work]["epochs"]]
-        template += ["--effective_batch_size", batch_size, "--base_lr", WORKS[work]["lr"]]
-        programs = {"template": template} | {peer: [python, HERE / "peers.py", peer, work, data] for peer in peers}
+        steps = (1217 if WORKS[work]["data"] == "digits" else 55_000) // WORKS[work]["batch_size"]
+        programs = {"template": template_command(work, folder / work)}
+        if other:
+            programs["other"] = template_command(work, folder / f"other-{work}", Path(other))
+        for peer in peers:
+            if work not in VALIDATED or peer in VALIDATING:
+                programs[peer] = [HERE / "peers.py", peer, work]
         found = {name: [] for name in programs}
         for number in range(rounds):
-            for name, command in programs.items():
-                seconds, loss = seconds_per_epoch(list(map(str, command)), folder)
-                found[name].append((seconds := seconds / steps, loss))
-                print(f"{work} round {number + 1} {name:>20} {1e6 * seconds:8.0f} us/step  loss {loss}", flush=True)
+            for name in programs if number % 2 else reversed(programs):
+                seconds, loss = seconds_per_epoch([python, *programs[name]], folder)
+                found[name].append((seconds / steps, loss))
+                micros = 1e6 * seconds / steps
+                print(f"{work} round {number + 1} {name:>20} {micros:8.0f} us/step  loss {loss}", flush=True)
         for name, results in found.items():
-            ratio = statistics.median(
-                other / own for (own, _), (other, _) in zip(found["template"], results, strict=True)
-            )
-            micros = round(1e6 * statistics.median(seconds for seconds, _ in results))
-            rows.append(
-                {"work": work, "program": name, "us per step": micros, "template is faster by": round(ratio, 2)}
-            )
-            rows[-1]["loss"] = results[-1][1]
+            ratios = [other / own for (own, _), (other, _) in zip(found["template"], results, strict=True)]
+            rows.append({
+                "work": work,
+                "program": name,
+                "us per step": round(1e6 * statistics.median(seconds for seconds, _ in results)),
+                "fastest round": round(1e6 * min(seconds for seconds, _ in results)),
+                "template is faster by": round(statistics.median(ratios), 2),
+                "loss": results[-1][1],
+            })  # fmt: skip
     return rows
 
 
-def start_up(python: str, rounds: int, folder: Path) -> list[dict]:
+def start_up(python: str, rounds: int, other: str | None, folder: Path) -> list[dict]:
     """Wall time of a whole run of one epoch of W1, of the template and of a raw script, and of --help."""
     template = copy_template("W1", folder / "template")
     options = ["--accelerator", "cpu", "--epochs", "1", "--logger_name", "csv"]
     programs = {"template": [template, *options], "raw": [HERE / "raw.py"], "help": [template, "--help"]}
+    if other:
+        programs["other"] = [copy_template("W1", folder / "other", Path(other)), *options]
     found = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, command in programs.items():
+    for number in range(rounds):
+        for name in programs if number % 2 else reversed(programs):
             began = time.perf_counter()
-            subprocess.run([python, *command], cwd=folder, check=True, capture_output=True,
-                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+            subprocess.run(on_one_core([python, *programs[name]]), cwd=folder, check=True, capture_output=True,
+                           env=environment())  # fmt: skip
             found[name].append(time.perf_counter() - began)
-    ratios = [own / raw for own, raw in zip(found["template"], found["raw"], strict=True)]
-    rows = [{"program": name, "seconds": round(statistics.median(times), 2)} for name, times in found.items()]
-    return [*rows, {"program": "template / raw", "seconds": round(statistics.median(ratios), 2)}]
+    return [
+        {
+            "program": name,
+            "seconds": round(statistics.median(times), 2),
+            "fastest round": round(min(times), 2),
+            "times of raw": round(statistics.median(a / b for a, b in zip(times, found["raw"], strict=True)), 2),
+        }
+        for name, times in found.items()
+    ]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
-    parser.add_argument("--peers", nargs="+", default=PEERS + BATCHED, choices=PEERS + BATCHED)
+    parser.add_argument("--peers", nargs="*", default=PEERS + BATCHED, choices=PEERS + BATCHED)
+    parser.add_argument("--other", help="another checkout, whose template is timed, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--python", help="an interpreter that has the peers, instead of benchmarks/.venv")
     parser.add_argument("--start_up", action="store_true")
@@ -135,13 +167,15 @@ if __name__ == "__main__":
     interpreter = options.python or python_with_peers()
     with tempfile.TemporaryDirectory() as temporary:
         if options.start_up:
-            table = start_up(interpreter, options.rounds, Path(temporary))
+            table = start_up(interpreter, options.rounds, options.other, Path(temporary))
         else:
-            table = run(interpreter, options.works, options.peers, options.rounds, Path(temporary))
+            table = run(interpreter, options.works, options.peers, options.rounds, options.other, Path(temporary))
     print(
         *(" | ".join(f"{value!s:>20}" for value in row) for row in (table[0], *(row.values() for row in table))),
         sep="\n",
     )
-    facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "platform": platform.platform()}
-    name = "start_up.json" if options.start_up else "results.json"
-    (HERE / name).write_text(json.dumps(facts | {"rows": table}, indent=2) + "\n")
+    is_complete = options.start_up or (set(options.works) == {*WORKS} and set(options.peers) == {*PEERS, *BATCHED})
+    if is_complete and not options.other and options.rounds >= 5:
+        facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpu": platform.processor()}
+        name = "start_up.json" if options.start_up else "results.json"
+        (HERE / name).write_text(json.dumps(facts | {"rounds": options.rounds, "rows": table}, indent=2) + "\n")

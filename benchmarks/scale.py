@@ -14,17 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
-from works import write_mnist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import run  # noqa: E402
 
+from config import TrainConfig  # noqa: E402
 from data import TrainSampler, build_loader  # noqa: E402
-from utils import DirectCheckpointIO, save_checkpoint  # noqa: E402
+from rundir import RunDir  # noqa: E402
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -64,7 +65,7 @@ def cost(function, *args) -> tuple[float, float]:
 
 def sampler_of(samples: int) -> TrainSampler:
     """An epoch in batches of 256, on one process."""
-    return TrainSampler(samples, samples // 256, 1, 256, 256, 0, 1, 0)
+    return TrainSampler(samples, samples // 256, 256, 256, 0, 1, 0)
 
 
 def first_batch(samples: int) -> None:
@@ -73,7 +74,8 @@ def first_batch(samples: int) -> None:
 
 def private_mb_of_a_worker(samples: int) -> tuple[float]:
     """Memory that a data worker has for itself alone, in the middle of an epoch."""
-    batches = iter(build_loader(Numbers(samples), sampler_of(samples), 0, 2, False))
+    fabric, config = Fabric(accelerator="cpu", devices=1), TrainConfig(num_workers=2)
+    batches = iter(build_loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()))
     for _ in range(100):
         next(batches)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -91,21 +93,24 @@ def order() -> None:
 
 
 def save() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[DirectCheckpointIO()])
+    fabric = Fabric(accelerator="cpu", devices=1)
     net = torch.nn.Sequential(*(torch.nn.Linear(4096, 1700, bias=False) for _ in range(12)))
     optimizer = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     model, optimizer = fabric.setup(net, optimizer)
-    own, raw = [], []
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    state, own, raw = {"model": model, "optimizer": optimizer, "step": 0}, [], []
+    with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
         path = Path(folder)
-        (path / "checkpoints").mkdir()
+        config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
+        run_dir = RunDir(fabric, config, state, resources)
+        run_dir.start(0)
         for step in range(1, 8):
+            state["step"] = step
             os.sync()
             began = time.perf_counter()
-            save_checkpoint(fabric, path, {"model": model, "optimizer": optimizer, "step": step}, best=True, keep=2)
+            run_dir.save(step, is_regular=True, is_best=True)
             own.append(time.perf_counter() - began)
             os.sync()
             began = time.perf_counter()
@@ -121,20 +126,20 @@ def save() -> None:
     print(f"{size:.1f} GB: template {own_seconds:.2f} s, torch.save and fsync {raw_seconds:.2f} s, ratio {ratio:.2f}")
 
 
-# Runs train.py of the working directory, and prints the share of the time that it spent in save_checkpoint.
+# Runs train.py of the working directory, and prints the share of the time that it spent in RunDir.save.
 TIMED = """
 import sys, time
-import config; settings = config.parse_train()
-import train, utils
+import cli, train
+from rundir import RunDir
 
 saved = []
-def timed(*args, save=utils.save_checkpoint):
+def timed(*args, save=RunDir.save):
     began = time.perf_counter()
     save(*args)
     saved.append((began, time.perf_counter() - began))
 
-utils.save_checkpoint = timed
-train.main(*settings)
+RunDir.save = timed
+train.main(cli.parse_train(sys.argv[1:]))
 _, *saved, (end, _) = saved  # from the first epoch's to the last one's
 print(sum(seconds for _, seconds in saved) / (end - saved[0][0]))
 """
@@ -142,28 +147,22 @@ print(sum(seconds for _, seconds in saved) / (end - saved[0][0]))
 
 def waits() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_mnist(Path(folder) / "mnist")
-        cwd = run.copy_template("W3", Path(folder) / "template").parent
-        options = run.OPTIONS.replace("--checkpoint_frequency None", "--checkpoint_frequency 1").split()
-        options += ["--dataset", "mnist", "--data_dir", f"{folder}/mnist", "--epochs", "6"]
-        options += ["--effective_batch_size", "128"]
-        done = subprocess.run([sys.executable, "-c", TIMED, *options], cwd=cwd, check=True, capture_output=True,
-                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+        script, *options = map(str, run.template_command("W3", Path(folder) / "template"))
+        options += ["--checkpoint_frequency", "1", "--epochs", "6"]
+        done = subprocess.run([sys.executable, "-c", TIMED, *options], cwd=Path(script).parent, check=True,
+                              capture_output=True, text=True, env=run.environment())  # fmt: skip
     print(f"W3, a checkpoint per epoch: waited for it {float(done.stdout.split()[-1]):.2%} of the time")
 
 
 def processes(rounds: int = 5) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_mnist(Path(folder) / "mnist")
-        script = run.copy_template("W3", Path(folder) / "template")
-        command = [*run.OPTIONS.split(), "--dataset", "mnist", "--data_dir", f"{folder}/mnist", "--epochs", "1"]
-        found = {}
+        command, found = [*run.template_command("W3", Path(folder) / "template"), "--epochs", "1"], {}
         for _ in range(rounds):
             for count, cores in ((1, "1"), (2, "0,1")):
-                options = ["--devices", str(count), "--strategy", "ddp" if count > 1 else "auto"]
-                options += ["--effective_batch_size", str(128 * count), "--out_dir", str(count), "--root_dir", folder]
-                subprocess.run(["taskset", "-c", cores, sys.executable, str(script), *command, *options], check=True,
-                               capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+                options = ["--devices", count, "--strategy", "ddp" if count > 1 else "auto"]
+                options += ["--effective_batch_size", 128 * count, "--out_dir", count, "--root_dir", folder]
+                subprocess.run(["taskset", "-c", cores, sys.executable, *map(str, [*command, *options])], check=True,
+                               capture_output=True, env=run.environment())  # fmt: skip
                 newest = sorted(Path(folder).glob(f"*-{count}/logs/csv/metrics.csv"))[-1]
                 with open(newest) as file:
                     speeds = [float(row["samples_per_second"]) for row in csv.DictReader(file)]

@@ -19,8 +19,9 @@ sys.path.insert(0, str(REPO))
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
-# 30 epochs of 8 steps, saved every second step, two micro-batches a step. The exponential schedule does not depend on
-# the number of epochs, so that an extended run can be compared with one that was long from the start.
+# 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, two micro-batches a step. The
+# exponential schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
+# was long from the start.
 LONG = (
     "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
     "--width 4 --micro_batch_size 32 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
@@ -50,7 +51,7 @@ def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.Comple
     """Runs it to its end and checks the exit code."""
     process = start(command, cwd, **env)
     try:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -64,7 +65,7 @@ def run_dir(cwd: Path, name: str = "train_out") -> Path:
     return found
 
 
-def wait_for(condition, seconds: float = 120):
+def wait_for(condition, seconds: float = 300):
     """Waits until condition() is true, and returns it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -80,7 +81,7 @@ def interrupt(command: str, cwd: Path, stop, after: int = 16) -> subprocess.Comp
         wait_for(lambda: process.poll() is not None or (newest(cwd) > after and newest(cwd) % 8 in (2, 4)))
         assert process.poll() is None, process.communicate()
         stop(process)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             kill_group(process)
@@ -183,6 +184,18 @@ def edited(diff: str, folder: Path) -> Path:
     return folder
 
 
+def replaced(folder: Path, name: str, old: str, new: str) -> Path:
+    """A copy of the programs in `folder`, made at the first call, with a text that one of them has once replaced."""
+    folder.mkdir(exist_ok=True)
+    for path in REPO.glob("*.py"):
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+    text = (folder / name).read_text()
+    assert text.count(old) == 1, f"{name} has this {text.count(old)} times: {old}"
+    (folder / name).write_text(text.replace(old, new))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """Where a run was never interrupted. To be read, not changed."""
@@ -205,3 +218,10 @@ def finished(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("finished")
     run(f"train.py {SMALL}", cwd)
     return run_dir(cwd)
+
+
+def assert_same_best(cwd: Path, other: Path) -> None:
+    """best.ckpt is of the same step, with the same weights."""
+    ours, theirs = (torch.load(run_dir(path) / "checkpoints" / "best.ckpt", weights_only=True) for path in (cwd, other))
+    assert ours["step"] == theirs["step"]
+    torch.testing.assert_close(ours["model"], theirs["model"], atol=0, rtol=0)

@@ -1,13 +1,13 @@
 """Bad input ends with exit code 2 and one line that names the option; nothing is made."""
 
-import gzip
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import run
 
-from config import TrainConfig, to_yaml
+from cli import to_yaml
+from config import TrainConfig
 
 
 def files(folder: Path) -> set[Path]:
@@ -18,25 +18,22 @@ def refused(command: str, cwd: Path, *texts: str) -> None:
     """Runs the command and checks that it is refused in one line that contains the texts."""
     before = files(cwd)
     error = run(command, cwd, code=2).stderr
-    assert "Traceback" not in error
-    assert error.endswith("\n") and error.count("\n") == 1, error
+    *others, line = error.splitlines()
+    assert not others or "--devices 2" in command, error  # Fabric tells of the processes that it starts
+    assert "Traceback" not in error and error.count("error:") == 1
     for text in texts:
-        assert text in error
+        assert text in line
     assert files(cwd) == before
 
 
 CONFIG = to_yaml(TrainConfig())
 
 
-def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | None = CONFIG, checkpoint=True):
-    """A run directory as train.py leaves it, as far as is looked at before a checkpoint is read."""
-    folder = cwd / name / "checkpoints"
-    folder.mkdir(parents=True)
+def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | None = CONFIG) -> None:
+    """A run directory, as far as is looked at before a checkpoint is read."""
+    (cwd / name).mkdir()
     if config is not None:
-        (folder.parent / "config.yaml").write_text(config)
-    if checkpoint:
-        (folder / "step-00000004.ckpt").touch()
-    return folder.parent
+        (cwd / name / "config.yaml").write_text(config)
 
 
 # ---- values
@@ -50,7 +47,7 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--epoch 3", "--epoch"),  # no abbreviations
         ("--epochs", "--epochs"),  # the value is missing
         ("--epochs many", "--epochs"),
-        ("--epochs 1.5", "--epochs"),
+        ("--max_steps 1.5", "--max_steps"),
         ("--epochs None", "--epochs"),
         ("--seed 1e3", "--seed"),
         ("--base_lr fast", "--base_lr"),
@@ -74,13 +71,16 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--limit_train_batches 1.5", "--limit_train_batches"),
         ("--limit_val_batches 2.0", "--limit_val_batches"),
         ("--limit_val_batches 0.0", "--limit_val_batches"),
-        ("--limit_val_batches 0", "--monitor"),
         ("--out_dir=", "--out_dir"),
         ("--out_dir ..", "--out_dir"),
         ("--root_dir=", "--root_dir"),
         ("--devices=", "--devices"),
-        ("--dataset mnist", "--data_dir"),
-        ("--fast_run --resume auto", "--fast_run"),
+        ("--val_interval 1.5", "--val_interval"),
+        ("--monitor val/quality", "--monitor_mode"),
+        ("--strategy telepathy", "telepathy"),
+        ("--strategy fsdp", "recipes/README.md"),
+        ("--strategy FSDP", "--strategy"),
+        ("--strategy model_parallel", "recipes/README.md"),
     ],
 )
 def test_value_that_is_not_allowed(options: str, option: str, tmp_path: Path):
@@ -88,22 +88,14 @@ def test_value_that_is_not_allowed(options: str, option: str, tmp_path: Path):
 
 
 ZERO = [
-    *(
-        "width",
-        "num_nodes",
-        "effective_batch_size",
-        "micro_batch_size",
-        "epochs",
-        "base_lr",
-        "base_batch_size",
-        "gamma",
-    ),
-    *("max_grad_norm", "early_stopping_patience", "log_per_epoch", "log_interval", "checkpoint_frequency"),
-    *("num_checkpoint_keep", "fast_run", "limit_train_batches"),
-]
+    "width", "num_nodes", "effective_batch_size", "micro_batch_size", "epochs", "max_steps", "base_lr",
+    "base_batch_size", "gamma", "max_grad_norm", "early_stopping_patience", "log_per_epoch", "log_interval",
+    "val_frequency", "val_interval", "checkpoint_frequency", "checkpoint_interval", "num_checkpoint_keep", "fast_run",
+    "limit_train_batches", "timeout",
+]  # fmt: skip
 NEGATIVE = [
-    *("seed", "num_workers", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps", "limit_val_batches")
-]
+    "seed", "num_workers", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps", "limit_val_batches",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("option, value", [(name, "0") for name in ZERO] + [(name, "-1") for name in NEGATIVE])
@@ -124,14 +116,16 @@ def test_several_mistakes_are_named_together(tmp_path: Path):
     "options, option",
     [
         ("", "--out_dir"),
-        ("--out_dir x --epochs 3", "--epochs"),
-        ("--out_dir x --split all", "--split"),
-        ("--out_dir x --batch_size 0", "--batch_size"),
-        ("--out_dir x --num_workers -1", "--num_workers"),
-        ("--out_dir x --checkpoint=", "--checkpoint"),
+        ("--out_dir", "--out_dir"),
+        ("--out_dir train_out --epochs 3", "--epochs"),
+        ("--out_dir train_out --split all", "--split"),
+        ("--out_dir train_out --batch_size 0", "--batch_size"),
+        ("--out_dir train_out --num_workers -1", "--num_workers"),
+        ("--out_dir train_out --checkpoint=", "--checkpoint"),
     ],
 )
 def test_value_that_is_not_allowed_in_test_py(options: str, option: str, tmp_path: Path):
+    make_run(tmp_path)
     refused(f"test.py {options}", tmp_path, option)
 
 
@@ -148,7 +142,7 @@ def test_value_that_is_not_allowed_in_test_py(options: str, option: str, tmp_pat
         ("epohcs: 3", "unknown option 'epohcs'"),
         ("no_such_option: 3", "no_such_option"),
         ("epochs: many", "--epochs"),
-        ("epochs: 1.5", "--epochs"),
+        ("max_steps: 1.5", "--max_steps"),
         ("epochs: null", "--epochs"),
         ("epochs: [1, 2]", "epochs"),
         ("epochs: {a: 1}", "epochs"),
@@ -194,15 +188,6 @@ def test_directory_that_is_no_run(script: str, tmp_path: Path):
     refused(f"{script} folder", tmp_path, script.split()[1], "config.yaml")
 
 
-@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
-def test_run_that_is_ambiguous(script: str, tmp_path: Path):
-    """The error lists the runs that it may be."""
-    for name in ("20260101-000000-train_out", "20260102-000000-train_out"):
-        make_run(tmp_path, name)
-    names = "20260101-000000-train_out", "20260102-000000-train_out"
-    refused(f"{script} train_out", tmp_path, script.split()[1], *names)
-
-
 def test_resume_with_a_damaged_config(tmp_path: Path):
     make_run(tmp_path, config=CONFIG.replace("seed: 42", "seed: many"))
     refused("train.py --resume train_out", tmp_path, "config.yaml", "--seed")
@@ -216,21 +201,14 @@ def test_run_with_a_truncated_config(script: str, length: int, tmp_path: Path):
     refused(f"{script} train_out", tmp_path, "config.yaml", "damaged")
 
 
-def test_resume_without_a_checkpoint(tmp_path: Path):
-    make_run(tmp_path, checkpoint=False)
-    refused("train.py --resume train_out", tmp_path, "--resume", "checkpoint")
-
-
 @pytest.mark.parametrize(
     "options",
     [
         "--seed 7",
         "--effective_batch_size 32",
-        "--micro_batch_size 16",
         "--limit_train_batches 3",
         "--width 8",
         "--dropout 0.5",
-        "--dataset mnist --data_dir .",
     ],
 )
 def test_resume_with_a_change_that_makes_the_state_meaningless(options: str, tmp_path: Path):
@@ -239,28 +217,27 @@ def test_resume_with_a_change_that_makes_the_state_meaningless(options: str, tmp
     refused(f"train.py --resume auto {options}", tmp_path, options.split()[0])
 
 
-def test_resume_with_a_value_that_is_not_allowed(tmp_path: Path):
+@pytest.mark.parametrize("options", ["--epochs 0", "--fast_run"])
+def test_resume_with_a_value_that_is_not_allowed(options: str, tmp_path: Path):
     make_run(tmp_path)
-    refused("train.py --resume train_out --epochs 0", tmp_path, "--epochs")
+    refused(f"train.py --resume train_out {options}", tmp_path, options.split()[0])
 
 
 # ---- what only torch, Fabric, the dataset or the file system know
 
 LATE = {
-    "train.py --effective_batch_size 63 --devices 2": ["--effective_batch_size", "62", "64"],
+    "train.py --effective_batch_size 63 --devices 2": ["--effective_batch_size", "62 or 64"],
     "train.py --effective_batch_size 64 --micro_batch_size 24": ["micro_batch_size", "48 or 72"],
     "train.py --effective_batch_size 2000": ["--effective_batch_size", "1217"],
-    "train.py --monitor val/f1": ["--monitor", "val/accuracy"],
-    "train.py --strategy telepathy": ["--strategy", "telepathy"],
+    "train.py --monitor val/f1": ["--monitor val/f1", "train/loss, val/loss, val/accuracy"],
+    "train.py --monitor val/f1 --num_sanity_val_steps 0": ["--monitor val/f1", "train/loss, val/loss, val/accuracy"],
+    "train.py --limit_val_batches 0": ["--monitor val/accuracy", "choose from train/loss"],
+    "train.py --strategy dp": ["--strategy dp", "ddp"],  # Fabric would silently take ddp instead
     "train.py --precision 16-mixed": ["--precision", "16-mixed"],
     "train.py --precision 16-true": ["--precision", "16-true"],
-    "train.py --precision transformer-engine": ["--precision", "transformer-engine"],
     "train.py --accelerator gpu --devices 99": ["--accelerator", "--devices", "99"],
-    "train.py --accelerator tpu": ["--accelerator", "tpu"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],
-    "train.py --dataset mnist --data_dir nothing": ["--data_dir", "train-images-idx3-ubyte"],
-    "train.py --dataset mnist --data_dir damaged": ["--data_dir", "train-images-idx3-ubyte"],
     "test.py --out_dir train_out": ["--checkpoint", "best.ckpt"],
 }
 
@@ -271,10 +248,8 @@ def refusals(tmp_path_factory) -> dict[str, Future]:
 
     def submit(command: str) -> Future:
         cwd = tmp_path_factory.mktemp("late")
-        make_run(cwd, checkpoint=False)
+        make_run(cwd)
         (cwd / "file").touch()
-        (cwd / "damaged").mkdir()
-        (cwd / "damaged" / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(1000))[:-9])
         on_cpu = "" if "--accelerator" in command else " --accelerator cpu"
         return pool.submit(refused, command + on_cpu, cwd, *LATE[command])
 

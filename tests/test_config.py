@@ -2,85 +2,84 @@
 
 import os
 import re
-import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
 from conftest import REPO, run
 
-import config as config_module
+from cli import parse_train, read_config, to_yaml
+from config import ConfigError, TrainConfig, is_due, limit, mode_of, scale_lr, split_batch
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
-from config import TrainConfig, problems, to_yaml
-from utils import is_due, limit, scale_lr, split_batch
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch) -> Path:
     """Each test has an empty current directory, and no launcher around it."""
     for name in list(os.environ):
-        if name.startswith("LT_") or name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        if name.startswith(("LT_", "SLURM_")) or name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.fixture
-def train(monkeypatch):
-    """train("--seed 1") is what `python train.py --seed 1` gets: the config and the run to resume."""
-
-    def parse_train(options: str) -> tuple[TrainConfig, Path | None]:
-        monkeypatch.setattr(sys, "argv", ["train.py", *options.split()])
-        return config_module.parse_train()
-
-    return parse_train
+def train(options: str) -> TrainConfig:
+    """What `python train.py OPTIONS` trains with."""
+    return parse_train(options.split())
 
 
-def of_file(content: str, train) -> TrainConfig:
+def of_file(content: str) -> TrainConfig:
     Path("file.yaml").write_text(content)
-    return train("--config_path file.yaml")[0]
+    return train("--config_path file.yaml")
 
 
 # ---- layers
 
 
-def test_without_options_the_defaults_hold(train):
-    assert train("") == (TrainConfig(), None)
+def test_without_options_the_defaults_hold():
+    assert train("") == TrainConfig()
 
 
-def test_later_layers_win(train):
+def test_later_layers_win():
     """Defaults < config files in their order < command line."""
     Path("shared.yaml").write_text("epochs: 1\nseed: 1\ngamma: 0.1\n")
     Path("variant.yaml").write_text("epochs: 2\nseed: 2\n")
-    config, _ = train("--epochs 3 --config_path shared.yaml variant.yaml")
+    config = train("--epochs 3 --config_path shared.yaml variant.yaml")
     assert (config.epochs, config.seed, config.gamma, config.width) == (3, 2, 0.1, TrainConfig().width)
-    config, _ = train("--config_path variant.yaml shared.yaml --epochs 3")
+    config = train("--config_path variant.yaml shared.yaml --epochs 3")
     assert (config.epochs, config.seed) == (3, 1)
 
 
-def test_command_line_wins_even_with_a_default(train):
+def test_command_line_wins_even_with_a_default():
     Path("file.yaml").write_text("compile: true\nfast_run: 3\nepochs: 3\nlogger_name: [wandb]\n")
-    config, _ = train(
-        "--config_path file.yaml --compile false --fast_run None --epochs 20 --logger_name csv tensorboard"
-    )
+    config = train("--config_path file.yaml --compile false --fast_run None --epochs 20 --logger_name csv tensorboard")
     assert config == TrainConfig(config_path=("file.yaml",))
 
 
-def test_launcher_tells_the_devices(train, monkeypatch):
+def test_a_config_file_is_judged_together_with_the_other_layers():
+    """Alone this one would have a longer warm-up than epochs."""
+    assert of_file("warmup_epochs: 30\nepochs: 50\n").warmup_epochs == 30
+    Path("warmup.yaml").write_text("warmup_epochs: 30\n")
+    assert train("--config_path warmup.yaml --epochs 50").warmup_epochs == 30
+    with pytest.raises(ConfigError, match="--warmup_epochs 30: must be at most --epochs 20"):
+        train("--config_path warmup.yaml")
+
+
+def test_launcher_tells_the_devices(monkeypatch):
     """torchrun's two nodes of three processes; it wins over config files, the command line over it."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    config = of_file("devices: 1\nnum_nodes: 1\n", train)
+    config = of_file("devices: 1\nnum_nodes: 1\n")
     assert (config.devices, config.num_nodes) == ("3", 2)
-    config, _ = train("--devices 2")
+    config = train("--devices 2")
     assert (config.devices, config.num_nodes) == ("2", 2)
 
 
-def test_fabric_run_tells_the_devices(train, monkeypatch):
+def test_fabric_run_tells_the_devices(monkeypatch):
     given = {"accelerator": "cpu", "devices": "4", "num_nodes": "2", "strategy": "ddp", "precision": "bf16-true"}
     for name, value in given.items():
         monkeypatch.setenv(f"LT_{name.upper()}", value)
-    config, _ = train("--precision 32-true")
+    config = train("--precision 32-true")
     assert (config.accelerator, config.devices, config.num_nodes, config.strategy) == ("cpu", "4", 2, "ddp")
     assert config.precision == "32-true"
 
@@ -89,74 +88,112 @@ def test_fabric_run_tells_the_devices(train, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", ".001", "1.0e-3"])
-def test_float_in_any_spelling(text: str, train):
-    assert of_file(f"base_lr: {text}", train).base_lr == 1e-3
-    assert train(f"--base_lr {text}")[0].base_lr == 1e-3
+def test_float_in_any_spelling(text: str):
+    assert of_file(f"base_lr: {text}").base_lr == 1e-3
+    assert train(f"--base_lr {text}").base_lr == 1e-3
 
 
 @pytest.mark.parametrize("text", ["null", "~", "None", ""])
 @pytest.mark.parametrize("option", ["micro_batch_size", "max_grad_norm", "data_dir", "num_checkpoint_keep"])
-def test_none_in_a_config_file(option: str, text: str, train):
-    assert getattr(of_file(f"{option}: {text}", train), option) is None
+def test_none_in_a_config_file(option: str, text: str):
+    assert getattr(of_file(f"{option}: {text}"), option) is None
 
 
 @pytest.mark.parametrize("option", [field.name for field in fields(TrainConfig) if "None" in str(field.type)])
-def test_none_on_the_command_line(option: str, train):
-    assert getattr(train(f"--{option} None")[0], option) in (None, (None,))  # config_path: a list of one
+def test_none_on_the_command_line(option: str):
+    assert getattr(train(f"--{option} None"), option) in (None, (None,))  # config_path: a list of one
 
 
 @pytest.mark.parametrize("options, value", [("", False), ("--compile", True), ("--compile true", True),
                                             ("--compile false", False), ("--compile=True", True),
                                             ("--compile --seed 1", True)])  # fmt: skip
-def test_switch_on_the_command_line(options: str, value: bool, train):
-    assert train(options)[0].compile is value
+def test_switch_on_the_command_line(options: str, value: bool):
+    assert train(options).compile is value
 
 
 @pytest.mark.parametrize("text, value", [("true", True), ("True", True), ("false", False), ("no", False)])
-def test_switch_in_a_config_file(text: str, value: bool, train):
-    assert of_file(f"compile: {text}", train).compile is value
+def test_switch_in_a_config_file(text: str, value: bool):
+    assert of_file(f"compile: {text}").compile is value
 
 
 @pytest.mark.parametrize("options, value", [("", None), ("--fast_run", 2), ("--fast_run 3", 3), ("--fast_run=3", 3)])
-def test_fast_run(options: str, value: int | None, train):
-    assert train(options)[0].fast_run == value
+def test_fast_run(options: str, value: int | None):
+    assert train(options).fast_run == value
 
 
 @pytest.mark.parametrize("text, value", [("5", 5), ("1", 1), ("0.5", 0.5), ("1.0", 1.0), ("1e-1", 0.1)])
-def test_limit_is_a_count_or_a_fraction(text: str, value: int | float, train):
-    for config in (train(f"--limit_train_batches {text}")[0], of_file(f"limit_train_batches: {text}", train)):
+def test_limit_is_a_count_or_a_fraction(text: str, value: int | float):
+    for config in (train(f"--limit_train_batches {text}"), of_file(f"limit_train_batches: {text}")):
         assert config.limit_train_batches == value
         assert type(config.limit_train_batches) is type(value)
 
 
-def test_several_loggers(train):
+def test_several_loggers():
     for text in ("csv wandb", "[csv, wandb]"):
-        found = of_file(f"logger_name: {text}", train) if "[" in text else train(f"--logger_name {text}")[0]
+        found = of_file(f"logger_name: {text}") if "[" in text else train(f"--logger_name {text}")
         assert found.logger_name == ("csv", "wandb")
-    assert of_file("logger_name: csv", train).logger_name == ("csv",)
+    assert of_file("logger_name: csv").logger_name == ("csv",)
 
 
-def test_text_is_taken_as_it_is(train):
-    config = of_file("comment: '--not an option: # 5'\nproject: 2026\nout_dir: 1_000\ndevices: 0,2", train)
+def test_text_is_taken_as_it_is():
+    config = of_file("comment: '--not an option: # 5'\nproject: 2026\nout_dir: 1_000\ndevices: 0,2")
     assert (config.comment, config.project, config.out_dir) == ("--not an option: # 5", "2026", "1_000")
     assert config.devices == "0,2"
 
 
-def test_empty_config_file_changes_nothing(train):
-    assert of_file("# nothing yet\n", train) == TrainConfig(config_path=("file.yaml",))
+def test_empty_config_file_changes_nothing():
+    assert of_file("# nothing yet\n") == TrainConfig(config_path=("file.yaml",))
 
 
 @pytest.mark.parametrize("option", ["--epoch 3", "--effective 32", "--no_such_option"])
-def test_no_abbreviations(option: str, train, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_no_abbreviations(option: str):
+    with pytest.raises(ConfigError, match=option.split()[0]):
         train(option)
-    assert ended.value.code == 2
-    assert option.split()[0] in capsys.readouterr().err
 
 
-def test_defaults_have_no_problems():
-    assert problems(TrainConfig()) == []
-    assert problems(EvalConfig(out_dir="train_out")) == []
+@pytest.mark.parametrize("option", [f.name for f in fields(TrainConfig) if f.type is not bool and f.name != "fast_run"])
+def test_an_option_is_not_accepted_without_its_value(option: str):
+    """`--resume $RUN`, where RUN is not set, must not start a new run."""
+    for options in (f"--{option}", f"--{option} --seed 1"):
+        with pytest.raises(ConfigError, match=f"--{option}\\b"):
+            train(options)
+
+
+# ---- a config made in Python
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [{"epochs": -1}, {"base_lr": float("nan")}, {"dropout": 1.0}, {"logger_name": ()}, {"monitor": "val/quality"},
+     {"strategy": "fsdp"}, {"limit_val_batches": 2.5}, {"lr_schedule": "straight"}, {"lr_scaling_rule": "cubic"},
+     {"dataset": "cifar"}, {"logger_name": ("csv", "mlflow")}, {"precision": "8-true"}, {"monitor_mode": "up"}],
+)  # fmt: skip
+def test_a_config_checks_itself_wherever_it_is_made(mistake: dict):
+    with pytest.raises(ValueError, match=f"--{next(iter(mistake))}\\b"):
+        TrainConfig(**mistake)
+    with pytest.raises(ValueError, match=f"--{next(iter(mistake))}\\b"):
+        replace(TrainConfig(), **mistake)
+
+
+def test_so_does_the_config_of_test_py():
+    assert EvalConfig(out_dir="train_out").checkpoint == "best"
+    with pytest.raises(ValueError, match="--batch_size 0"):
+        EvalConfig(out_dir="train_out", batch_size=0)
+
+
+@pytest.mark.parametrize(
+    "names, mode",
+    [("train/loss val/loss val/error val/word_error val/perplexity train/rmse", "min"),
+     ("val/accuracy val/acc val/f1 val/auroc val/top5-accuracy val/Dice", "max"),
+     ("val/glossy val/score val/accuracy_loss val/backprop", None)],
+)  # fmt: skip
+def test_the_name_of_a_value_tells_what_is_best_only_where_it_is_certain(names: str, mode: str | None):
+    for name in names.split():
+        assert mode_of(name) == mode, name
+        if mode is None:
+            with pytest.raises(ConfigError, match="--monitor_mode"):
+                train(f"--monitor {name}")
+        assert train(f"--monitor {name} --monitor_mode max").monitor == name
 
 
 # ---- help
@@ -193,89 +230,97 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
     "changed",
     [
         {},
+        {"epochs": 2.5, "max_steps": 100, "val_interval": 3, "val_frequency": 0.5, "checkpoint_interval": 7},
         {"base_lr": 1e-5, "weight_decay": 0.0, "warmup_epochs": 0.5, "gamma": 1.0, "max_grad_norm": 1.0},
         {"logger_name": ("wandb",), "monitor": "train/loss", "monitor_mode": "max", "log_interval": 7},
         {"logger_name": ("csv", "tensorboard", "wandb"), "num_checkpoint_keep": None, "checkpoint_frequency": 0.1},
-        {"limit_train_batches": 1.0, "limit_val_batches": 1, "fast_run": 3, "compile": True, "profile": True},
+        {"limit_train_batches": 1.0, "limit_val_batches": 1, "fast_run": 3, "compile": True},
         {"limit_train_batches": 0.5, "limit_val_batches": 7, "num_sanity_val_steps": 0, "summary": True},
-        {"devices": "0,2", "accelerator": "gpu", "strategy": "fsdp", "precision": "16", "micro_batch_size": 8},
+        {"devices": "0,2", "accelerator": "gpu", "strategy": "ddp", "precision": "16-mixed", "micro_batch_size": 8},
         {"comment": "a: b # c 'd' \"e\" - ü 测试", "project": "2026", "out_dir": "1e-3", "root_dir": "a b/c"},
         {"comment": "two\nlines\n", "out_dir": "yes", "root_dir": "~/runs", "project": " x "},
         {"comment": "--x", "project": "--x"},
     ],
 )
-def test_config_written_and_read_is_the_same(changed: dict, train):
-    config = TrainConfig(**changed)
-    assert problems(config) == []
-    assert of_file(to_yaml(config), train) == TrainConfig(**changed, config_path=("file.yaml",))
+def test_config_written_and_read_is_the_same(changed: dict):
+    assert of_file(to_yaml(TrainConfig(**changed))) == TrainConfig(**changed, config_path=("file.yaml",))
 
 
-# ---- resume
+# ---- which run is meant
 
 
-def make_run(
-    name: str, unfinished: bool = True, checkpoint: str | None = "step-00000004.ckpt", config: dict | None = None
-) -> Path:
+def make_run(name: str, is_finished: bool = False, **config) -> None:
+    """A run directory, as far as the command line looks at it."""
     folder = Path(name)
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text(to_yaml(TrainConfig(**({"out_dir": folder.name[16:]} | (config or {})))))
-    if checkpoint:
-        (folder / "checkpoints" / checkpoint).touch()
-    if not unfinished:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(TrainConfig(**{"out_dir": folder.name[16:], **config})))
+    if is_finished:
         (folder / "model.pt").touch()
 
 
-def test_resume_auto_without_runs_starts_a_new_one(train):
-    assert train("--resume auto")[1] is None
-
-
-def test_resume_auto_takes_the_newest_unfinished_run_with_a_checkpoint(train):
-    make_run("20260101-000000-train_out")
-    make_run("20260105-000000-train_out", unfinished=False)
-    make_run("20260104-000000-train_out", checkpoint=None)
-    make_run("20260106-000000-other")
-    make_run("root/20260107-000000-train_out")
-    assert train("--resume auto")[1] == Path("20260101-000000-train_out")
-    make_run("20260103-000000-train_out", checkpoint="best.ckpt")
-    assert train("--resume auto")[1] == Path("20260103-000000-train_out")
-    assert train("--resume auto --out_dir other")[1] == Path("20260106-000000-other")
-    assert train("--resume auto --root_dir root")[1] == Path("root/20260107-000000-train_out")
-
-
-def test_resume_auto_starts_a_new_run_where_all_are_finished(train):
-    make_run("20260101-000000-train_out", unfinished=False)
-    make_run("20260102-000000-train_out", checkpoint=None)
-    assert train("--resume auto")[1] is None
-
-
-def test_resume_auto_knows_the_order_of_runs_of_the_same_second(train):
-    for suffix in ("", *(f"-{number}" for number in range(1, 11))):
-        make_run(f"20260101-000000-train_out{suffix}", config={"out_dir": "train_out"})
-    assert train("--resume auto")[1] == Path("20260101-000000-train_out-10")
-
-
-def test_resume_auto_leaves_a_run_of_a_similar_name_alone(train):
-    """train_out-1 is also what the second run of train_out in the same second is called."""
+def test_resume_auto_without_runs_starts_a_new_one():
+    Path("20260101-000000-train_out").mkdir()  # without a config.yaml it is no run
+    make_run("20260101-000000-other")
     make_run("20260101-000000-train_out-1")
-    assert train("--resume auto")[1] is None
-    assert train("--resume auto --out_dir train_out-1")[1] == Path("20260101-000000-train_out-1")
+    make_run("x-20260101-000000-train_out")
+    assert train("--resume auto") == TrainConfig()
 
 
-def test_resume_takes_the_options_of_the_run(train):
-    """Nothing has to be typed again; what is typed wins."""
-    make_run("20260101-000000-x", config={"epochs": 7, "gamma": 0.5, "effective_batch_size": 32})
+def test_resume_auto_takes_the_newest_run_of_the_name():
+    for name in ("20260103-000000-train_out", "20260101-000000-train_out", "20260106-000000-other"):
+        make_run(name)
+    make_run("root/20260107-000000-train_out")
+    assert train("--resume auto").resume == "20260103-000000-train_out"
+    assert train("--resume auto --out_dir other").resume == "20260106-000000-other"
+    assert train("--resume auto --root_dir root").resume == "root/20260107-000000-train_out"
+    assert train("--resume auto --out_dir root/train_out").resume == "root/20260107-000000-train_out"
+
+
+@pytest.mark.parametrize("resume", ["auto", "train_out", "20260102-000000-train_out"])
+def test_a_finished_run_is_not_trained_again(resume: str, capsys):
+    """A restarted job must not start a second run, nor go back to an older one."""
+    make_run("20260101-000000-train_out")
+    make_run("20260102-000000-train_out", is_finished=True)
+    for harmless in ("", "--num_workers 2", "--devices 2 --strategy ddp"):
+        with pytest.raises(SystemExit) as ended:
+            train(f"--resume {resume} {harmless}")
+        assert not ended.value.code
+        assert "nothing to do: 20260102-000000-train_out is finished" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--gamma.* 20260102-000000-train_out is finished"):
+        train(f"--resume {resume} --gamma 0.5")
+    longer = train(f"--resume {resume} --epochs 30 --gamma 0.5")
+    assert (longer.resume, longer.epochs, longer.gamma) == ("20260102-000000-train_out", 30, 0.5)
+
+
+def test_resume_takes_the_options_of_the_run(capsys):
+    """Nothing has to be typed again; what is typed wins, and is told."""
+    make_run("20260101-000000-x", epochs=7, gamma=0.5, effective_batch_size=32)
     Path("file.yaml").write_text("gamma: 0.25\nepochs: 8\n")
-    for name in ("x", "20260101-000000-x"):
-        config, run_dir = train(f"--resume {name} --config_path file.yaml --epochs 9")
-        assert run_dir == Path("20260101-000000-x")
+    for name in ("x", "20260101-000000-x", Path("20260101-000000-x").absolute()):
+        config = train(f"--resume {name} --config_path file.yaml --epochs 9")
+        assert Path(config.resume).samefile("20260101-000000-x")
         assert (config.epochs, config.gamma, config.effective_batch_size) == (9, 0.25, 32)
+        told = capsys.readouterr().out
+        assert "--epochs 9.0 instead of 7.0\n" in told and "--gamma 0.25 instead of 0.5\n" in told
+        assert "effective_batch_size" not in told and "config_path" not in told
 
 
-def test_a_resumed_run_keeps_its_name(train):
-    """What looks like the second run of a second is told from the first by the out_dir in its config."""
-    make_run("20260101-000000-job-60")
-    config, run_dir = train("--resume 20260101-000000-job-60 --out_dir other")
-    assert (config.out_dir, run_dir) == ("job-60", Path("20260101-000000-job-60"))
+def test_resume_of_a_name_means_its_newest_run_and_says_which(capsys):
+    make_run("20260101-000000-x")
+    make_run("20260102-000000-x")
+    assert train("--resume x").resume == "20260102-000000-x"
+    assert "20260102-000000-x is the newest run of that name" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_name():
+    make_run("20260101-000000-job")
+    config = train("--resume 20260101-000000-job --out_dir other")
+    assert (config.out_dir, config.resume) == ("job", "20260101-000000-job")
+
+
+def test_the_config_of_a_run_can_be_read_in_python():
+    make_run("20260101-000000-job", width=7)
+    assert read_config(Path("20260101-000000-job")) == TrainConfig(out_dir="job", width=7)
 
 
 # ---- arithmetic
@@ -283,7 +328,7 @@ def test_a_resumed_run_keeps_its_name(train):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("micro", [None, 1, 2, 8, 24])
-def test_split_batch(world_size: int, micro: int | None, capsys):
+def test_split_batch(world_size: int, micro: int | None):
     """The equation holds, or the error names the nearest values for which it does."""
     for effective in range(1, 100):
         unit = world_size * (micro or 1)
@@ -292,10 +337,12 @@ def test_split_batch(world_size: int, micro: int | None, capsys):
             assert effective == world_size * size * accumulation
             assert size == micro if micro else accumulation == 1
         else:
-            with pytest.raises(SystemExit):
+            with pytest.raises(ConfigError) as error:
                 split_batch(effective, micro, world_size)
-            below, message = effective // unit * unit, capsys.readouterr().err
-            named = re.search(rf"--effective_batch_size {effective}: .*; nearest: (?:(\d+) or )?(\d+)$", message)
+            below = effective // unit * unit
+            named = re.search(
+                rf"--effective_batch_size {effective}: .*; nearest: (?:(\d+) or )?(\d+)$", str(error.value)
+            )
             assert (int(named[1] or 0), int(named[2])) == (below, below + unit)
 
 
@@ -333,7 +380,7 @@ def test_is_due_every_so_many_epochs_and_at_most_once_a_step():
 
 @pytest.mark.parametrize(
     "total, limited, expected",
-    [(19, None, 19), (19, 5, 5), (19, 1, 1), (19, 100, 19), (19, 1.0, 19), (19, 0.5, 9), (19, 0.01, 1),
+    [(19, None, 19), (19, 5, 5), (19, 0, 0), (19, 1, 1), (19, 100, 19), (19, 1.0, 19), (19, 0.5, 9), (19, 0.01, 1),
      (30, 0.1, 3), (10, 0.7, 7), (100, 0.29, 29)],
 )  # fmt: skip
 def test_limit(total: int, limited: int | float | None, expected: int):

@@ -4,38 +4,57 @@ import ast
 import csv
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, SMALL, run, run_dir
+from conftest import ON_2, REPO, SMALL, run, run_dir
 
-from data import build_datasets
+from data import EvalSampler
 from model import Model
+from test import write_predictions
 
 COUNTS = {"train": 1217, "val": 200, "test": 380}
 
 
 def evaluate(folder: Path, options: str = "", script: str = "test.py", name: str | None = None) -> dict:
-    """Runs test.py; returns test_results.json, with the rows of predictions.csv where they were asked for."""
+    """Runs test.py; returns its report, with the rows of predictions.csv where they were asked for."""
+    for old in folder.glob("test_*.json"):
+        old.unlink()
     done = run(f"{script} --out_dir {name or folder.name} --accelerator cpu {options}", folder.parent)
-    report = json.loads((folder / "test_results.json").read_text())
-    assert str(report["num_samples"]) in done.stdout
-    assert f"{report['accuracy']:.5g}" in done.stdout
+    (path,) = folder.glob("test_*.json")
+    report = json.loads(path.read_text())
+    assert path.name == f"test_{report['split']}_{Path(report['checkpoint']).stem}.json"
+    assert f"results {folder.name}/{path.name}" in done.stdout
+    assert f"{report['checkpoint']} on {report['num_samples']} {report['split']} samples" in done.stdout
+    assert f"accuracy {report['accuracy']:.5g}" in done.stdout
     if "--predictions" in options:
         with open(folder / "predictions.csv", newline="") as file:
             report["rows"] = list(csv.DictReader(file))
     return report
 
 
-def predict(weights: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and targets from the plain model and the plain dataset, one sample after the other."""
-    model, dataset = Model((1, 8, 8), 10, width=4), build_datasets("digits", None, seed=42)[split]
-    model.load_state_dict(torch.load(weights, weights_only=True))
-    images, targets = zip(*(dataset[i] for i in range(len(dataset))), strict=True)
+def digits() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The images as scikit-learn gives them, normalised, and their targets, for each split."""
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(targets))
+    images, targets = torch.tensor(images[order]).view(-1, 1, 8, 8).float() / 16, torch.tensor(targets[order])
+    images = (images - images[:1217].mean()) / images[:1217].std()
+    cuts = {"train": slice(0, 1217), "val": slice(1217, 1417), "test": slice(1417, None)}
+    return {name: (images[cut], targets[cut]) for name, cut in cuts.items()}
+
+
+def predict(weights: dict, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and targets from the plain model and the plain images, never augmented."""
+    model = Model((1, 8, 8), 10, width=4)
+    model.load_state_dict(weights)
+    images, targets = digits()[split]
     with torch.no_grad():
-        return model.eval()(torch.stack(images)), torch.tensor(targets)
+        return model.eval()(images), targets
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -46,7 +65,7 @@ def last(request, finished: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def expected(finished: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    return predict(finished / "model.pt", "test")
+    return predict(torch.load(finished / "model.pt", weights_only=True), "test")
 
 
 # ---- the figures, on 1, 2 and 3 processes
@@ -54,14 +73,13 @@ def expected(finished: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_report(last: dict, finished: Path, expected: tuple):
     logits, targets = expected
-    right = logits.argmax(dim=1) == targets
-    assert Path(last["checkpoint"]).name == "step-00000020.ckpt"
-    assert (finished.parent / last["checkpoint"]).is_file()
+    predictions = logits.argmax(dim=1)
+    assert (finished.parent / last["checkpoint"]).samefile(finished / "checkpoints" / "step-00000020.ckpt")
     assert (last["split"], last["num_samples"]) == ("test", COUNTS["test"])
-    assert last["accuracy"] == right.sum().item() / len(right)
+    assert last["accuracy"] == pytest.approx((predictions == targets).double().mean().item(), rel=1e-6)
     assert last["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-5)
-    per_class = [right[targets == i].double().mean().item() for i in range(10)]
-    assert last["accuracy_per_class"] == pytest.approx(per_class)
+    pairs = list(zip(targets.tolist(), predictions.tolist(), strict=True))
+    assert last["confusion_matrix"] == [[pairs.count((i, j)) for j in range(10)] for i in range(10)]
     assert 0.1 < last["accuracy"] < 1  # else the tests here would not see much
 
 
@@ -79,6 +97,15 @@ def test_predictions_in_the_order_of_the_dataset(last: dict, expected: tuple):
 def test_confusion_matrix_is_a_png(last: dict, finished: Path):
     content = (finished / "confusion_matrix.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
+
+
+def test_a_confusion_matrix_of_256_classes_is_drawn_in_3_seconds(tmp_path: Path):
+    rows = torch.tensor([[target, (target + 1) % 256, 0.5] for target in range(256)])
+    began = time.process_time()
+    write_predictions(rows, EvalSampler(256, 256, 0, 1).batches, torch.eye(256, dtype=torch.int64), tmp_path)
+    assert time.process_time() - began < 3
+    assert (tmp_path / "confusion_matrix.png").is_file()
+    assert (tmp_path / "predictions.csv").read_text().splitlines()[256] == "255,255,0,0.5"
 
 
 def test_other_batch_size_and_precision(finished: Path, expected: tuple):
@@ -103,22 +130,23 @@ def test_best_checkpoint_on_the_validation_set(finished: Path):
 
 
 def test_checkpoint_file_on_the_training_set(finished: Path):
-    """The figures are those of the plain model with the file's weights on all samples, none of them left out."""
+    """The figures are those of the plain model on all samples: none is left out, and none is augmented."""
     file = finished / "checkpoints" / "step-00000016.ckpt"
-    report = evaluate(finished, f"--split train --checkpoint {file}")
+    report = evaluate(finished, f"--split train --checkpoint {file} --batch_size 100000")
     assert (Path(report["checkpoint"]).name, report["split"]) == (file.name, "train")
     assert report["num_samples"] == COUNTS["train"]
-    weights = finished.parent / "weights.pt"
-    torch.save(torch.load(file, weights_only=True)["model"], weights)
-    logits, targets = predict(weights, "train")
-    assert report["accuracy"] == (logits.argmax(dim=1) == targets).sum().item() / COUNTS["train"]
+    logits, targets = predict(torch.load(file, weights_only=True)["model"], "train")
+    assert report["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-5)
+    assert report["accuracy"] == pytest.approx((logits.argmax(dim=1) == targets).double().mean().item(), rel=1e-6)
 
 
 # ---- a user's own dataset, from end to end
 
 OWN = '''
 class Digits(Dataset):
-    """One dict per sample, with random noise from NumPy."""
+    """One dict per sample."""
+
+    num_classes = 10
 
     def __init__(self, first, last):
         from sklearn.datasets import load_digits
@@ -129,36 +157,51 @@ class Digits(Dataset):
         return len(self.targets)
 
     def __getitem__(self, index):
-        noise = np.random.rand(1, 8, 8).astype(np.float32)
-        return {"image": self.images[index][None].astype(np.float32) / 16 + noise / 4, "digit": self.targets[index]}
+        return {"image": self.images[index][None].astype(np.float32) / 16, "digit": self.targets[index], "index": index}
 
 
-def build_datasets(name, data_dir, seed):
+def build_datasets(name, data_dir, augment=True):
     return {"train": Digits(0, 1000), "val": Digits(1000, 1100), "test": Digits(1100, 1203)}
 '''
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
-    """A copy of the template whose build_datasets is replaced, as its user would."""
+    """A copy of the template with another dataset, as its user would make it."""
     folder = tmp_path_factory.mktemp("own")
-    for name in ("config.py", "data.py", "model.py", "utils.py", "train.py", "test.py"):
-        shutil.copy(REPO / name, folder)
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, folder)
     source = (folder / "data.py").read_text()
     (function,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "build_datasets"]
     lines = source.splitlines()
     lines[function.lineno - 1 : function.end_lineno] = OWN.strip().splitlines()
     (folder / "data.py").write_text("\n".join(lines) + "\n")
+    source = (folder / "train.py").read_text()
+    for old, new in (
+        ("image, _ = dataset[0]", 'image = dataset[0]["image"]'),
+        ("images, targets = batch\n", 'images, targets = batch["image"], batch["digit"]\n'),
+    ):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (folder / "train.py").write_text(source)
     return folder
 
 
-def test_own_dataset(own: Path):
-    """Trained and evaluated on two processes; evaluated on one, the same comes out, noise included."""
-    run(f"{own}/train.py {SMALL} --devices 2 --num_workers 1", own)
+def test_own_dataset_of_dicts(own: Path):
+    """Trained on two processes, evaluated on one and two: the same comes out."""
+    run(f"{own}/train.py {SMALL} {ON_2} --num_workers 1", own)
     one, two = (evaluate(run_dir(own), f"--predictions --devices {n}", f"{own}/test.py") for n in (1, 2))
     assert one["num_samples"] == len(one["rows"]) == 103
     assert [row["prediction"] for row in one["rows"]] == [row["prediction"] for row in two["rows"]]
     confidences = [[float(row["confidence"]) for row in report["rows"]] for report in (one, two)]
     assert np.allclose(*confidences, atol=1e-6)
-    assert one["accuracy"] == two["accuracy"]
+    assert one["confusion_matrix"] == two["confusion_matrix"]
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+
+
+def test_fewer_samples_than_processes_are_refused_in_one_line(own: Path):
+    source = (own / "data.py").read_text()
+    (own / "data.py").write_text(source.replace("Digits(1100, 1203)", "Digits(1100, 1101)"))
+    error = run(f"{own}/test.py --out_dir {run_dir(own)} --accelerator cpu {ON_2}", own, code=2).stderr
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].startswith("test.py: error: ") and "1 samples are too few" in error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, newest, run, run_dir, start, wait_for
+from conftest import REPO, kill_group, newest, run, run_dir, start, wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,28 +16,29 @@ LONG = (
     "train.py --accelerator gpu --devices 1 --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --width 8 "
     "--num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv"
 )
-
+SHORT = f"{LONG} --epochs 2"
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 # Runs train.py; between the beginning of a step and its end whatever waits for the device is an error.
 NO_WAITING = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch
-import config, train, utils
+import cli, train, utils
 
-settings = config.parse_train()
-learning_rate, stop = train.learning_rate, utils.Stopper.__call__
+config = cli.parse_train(sys.argv[1:])
+learning_rate, stop = train.learning_rate, utils.StopSignals.__call__
 
 def begin(*args):
     torch.cuda.set_sync_debug_mode("error")
     return learning_rate(*args)
 
-def end(stopper):
+def end(signals):
     torch.cuda.set_sync_debug_mode("default")
-    return stop(stopper)
+    return stop(signals)
 
-train.learning_rate, utils.Stopper.__call__ = begin, end
-sys.exit(train.main(*settings))
+train.learning_rate, utils.StopSignals.__call__ = begin, end
+sys.exit(train.main(config))
 """
 
 
@@ -45,7 +46,8 @@ sys.exit(train.main(*settings))
 def default(tmp_path_factory) -> Path:
     """A run with the default options, on one GPU."""
     cwd = tmp_path_factory.mktemp("default")
-    run("train.py --devices 1 --epochs 8", cwd)
+    done = run("train.py --devices 1 --epochs 8", cwd)
+    (cwd / "stdout").write_text(done.stdout)
     return run_dir(cwd)
 
 
@@ -58,9 +60,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "model.pt", weights_only=True)
 
 
+def checkpoint(folder: Path, name: str) -> dict:
+    return torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True, map_location="cpu")
+
+
 def test_a_default_run_learns_on_the_gpu(default):
     assert max(float(row["val/accuracy"]) for row in rows(default)) > 0.8
-    assert float(rows(default)[-1]["peak_memory_gb"]) > 0
+    (provenance,) = (default / "provenance").glob("*.json")
+    assert json.loads(provenance.read_text())["devices"].startswith("1 x cuda")
+    peak = re.search(r"memory per device: weights .* peak ([\d.e+]+) MB", (default.parent / "stdout").read_text())
+    assert float(peak[1]) > 0
     assert all(tensor.device.type == "cpu" for tensor in weights(default).values())
 
 
@@ -68,10 +77,10 @@ def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
     results = []
     for device in ("gpu", "cpu"):
         run(f"test.py --out_dir {default} --accelerator {device} --devices 1", default.parent)
-        results.append(json.loads((default / "test_results.json").read_text()))
+        results.append(json.loads((default / "test_test_best.json").read_text()))
     on_gpu, on_cpu = results
     assert on_gpu["num_samples"] == on_cpu["num_samples"] > 0
-    assert on_gpu["accuracy"] == on_cpu["accuracy"] > 0.8
+    assert on_gpu["accuracy"] == pytest.approx(on_cpu["accuracy"], abs=0.01) and on_cpu["accuracy"] > 0.8
     assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)  # TF32 on the GPU
 
 
@@ -84,10 +93,7 @@ def test_a_step_never_waits_for_the_device(options, tmp_path):
     run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["--precision 16-mixed", "--precision 32-true --strategy fsdp", "--precision bf16-mixed --strategy model_parallel"],
-)
+@pytest.mark.parametrize("options", ["", "--precision bf16-mixed", "--precision 16-mixed --max_grad_norm 1"])
 def test_killed_and_resumed_is_the_same_run(options, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -95,47 +101,58 @@ def test_killed_and_resumed_is_the_same_run(options, tmp_path):
     run(f"{LONG} {options}", whole)
     process = start(f"{LONG} {options}", killed)
     wait_for(lambda: process.poll() is not None or newest(killed) % 8 in (2, 4))
-    process.kill()
+    kill_group(process)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     resumed = run("train.py --resume auto", killed)
-    assert re.search(r"resumed from .*step-\d+\.ckpt", resumed.stdout)
+    assert re.search(r"resumed from .*\.ckpt", resumed.stdout)
     torch.testing.assert_close(weights(run_dir(killed)), weights(run_dir(whole)), atol=0, rtol=0)
     for row, expected in zip(rows(run_dir(killed)), rows(run_dir(whole)), strict=True):
         for name in ("step", "train/loss", "train/grad_norm", "lr", "val/loss", "val/accuracy"):
             assert row[name] == expected[name], name
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
-def test_a_sharded_run_has_the_weights_of_a_plain_one(strategy, tmp_path):
-    for name in ("auto", strategy):
-        run(f"{LONG} --epochs 2 --precision 32-true --strategy {name} --out_dir {name}", tmp_path)
-    plain, sharded = (weights(run_dir(tmp_path, name)) for name in ("auto", strategy))
-    torch.testing.assert_close(sharded, plain, atol=1e-5, rtol=0)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("options", ["--strategy ddp --sync_batchnorm", "--strategy fsdp", "--strategy model_parallel"])
-def test_two_gpus_train(options, tmp_path):
-    run(f"{LONG} --epochs 2 --micro_batch_size 32 --devices 1 --precision 32-true --out_dir one", tmp_path)
-    run(f"{LONG} --epochs 2 --micro_batch_size 32 --devices 2 --precision 32-true --out_dir two {options}", tmp_path)
-    one, two = (weights(run_dir(tmp_path, name)) for name in ("one", "two"))
-    torch.testing.assert_close(two, one, atol=1e-4, rtol=0)
+def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
+    """A checkpoint of a GPU can be read where there is none, and the optimizer is where the model is."""
+    run(SHORT, tmp_path)
+    for epochs, device in ((3, "cpu"), (4, "gpu")):
+        run(f"train.py --resume auto --epochs {epochs} --accelerator {device}", tmp_path)
+    assert [int(row["step"]) for row in rows(run_dir(tmp_path))] == list(range(2, 33, 2))
 
 
 def test_16_mixed_checkpoints_hold_the_gradient_scaler(tmp_path):
-    run(f"{LONG} --epochs 1 --precision 16-mixed", tmp_path)
-    state = torch.load(run_dir(tmp_path) / "checkpoints" / "step-00000008.ckpt", weights_only=True)
-    assert state["precision"]["scale"] > 0
+    run(f"{SHORT} --precision 16-mixed", tmp_path)
+    assert checkpoint(run_dir(tmp_path), "step-00000016")["precision"]["scale"] > 0
 
 
-def test_bf16_mixed_learns(tmp_path):
-    run("train.py --accelerator gpu --devices 1 --epochs 8 --precision bf16-mixed", tmp_path)
+def test_a_run_goes_on_in_another_precision(tmp_path):
+    """16-mixed has a gradient scaler, which 32-true has not; and its optimizer must not be a fused one, which Fabric
+    refuses to clip."""
+    run(f"{SHORT} --max_grad_norm 1", tmp_path)
+    assert checkpoint(run_dir(tmp_path), "step-00000016")["optimizer"]["param_groups"][0]["fused"] is True
+    run("train.py --resume auto --epochs 3 --precision 16-mixed", tmp_path)
+    assert checkpoint(run_dir(tmp_path), "step-00000024")["optimizer"]["param_groups"][0]["fused"] is False
+    run("train.py --resume auto --epochs 4 --precision 32-true", tmp_path)
+    assert checkpoint(run_dir(tmp_path), "step-00000032")["optimizer"]["param_groups"][0]["fused"] is True
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_learns(precision, tmp_path):
+    run(f"train.py --accelerator gpu --devices 1 --epochs 8 --precision {precision}", tmp_path)
     assert max(float(row["val/accuracy"]) for row in rows(run_dir(tmp_path))) > 0.8
     assert all(tensor.dtype == torch.float32 for tensor in weights(run_dir(tmp_path)).values())
 
 
-def test_idle_takes_a_gpu(tmp_path):
-    run("train.py --devices idle:1 --epochs 1 --limit_train_batches 2", tmp_path)
-    (path,) = (run_dir(tmp_path) / "provenance").glob("*.json")
-    assert json.loads(path.read_text())["devices"] == "1 x cuda"
+def test_a_compiled_model_trains(tmp_path):
+    run(f"{SHORT} --compile", tmp_path)
+    assert not any(name.startswith("_orig_mod") for name in weights(run_dir(tmp_path)))
+
+
+@two_gpus
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+def test_two_gpus_train_like_one(strategy, tmp_path):
+    run(f"{SHORT} --dropout 0 --micro_batch_size 32 --devices 1 --out_dir one", tmp_path)
+    size = "" if strategy == "dp" else "--micro_batch_size 32"  # dp splits the batches of its one process
+    run(f"{SHORT} --dropout 0 {size} --devices 2 --strategy {strategy} --out_dir two", tmp_path)
+    one, two = (weights(run_dir(tmp_path, name)) for name in ("one", "two"))
+    torch.testing.assert_close(two, one, atol=1e-4, rtol=0)

@@ -1,9 +1,12 @@
 """A run that was killed, or asked to stop, goes on as if nothing had happened."""
 
 import re
+import shutil
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,28 +15,37 @@ from conftest import (
     LONG,
     ON_2,
     SMALL,
+    assert_same_best,
     assert_same_run,
+    assert_same_training,
     assert_stopped_and_saved,
     copied,
     history,
     interrupt,
     kill_group,
     newest,
+    replaced,
     run,
     run_dir,
-    snapshot,
     start,
     terminate,
     terminate_group,
     terminate_rank_1,
     truncate,
-    weights,
+    wait_for,
 )
+from conftest import snapshot as snapshot_with_lock
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
 from config import TrainConfig
-from utils import DirectCheckpointIO, load_checkpoint, save_checkpoint
+from rundir import RunDir
+
+
+def snapshot(cwd: Path) -> dict:
+    """Contents and times of all files of the runs, but for the lock."""
+    return {path: content for path, content in snapshot_with_lock(cwd).items() if path.name != ".lock"}
+
 
 # ---- interrupted and resumed
 
@@ -43,9 +55,21 @@ def test_killed_in_mid_epoch_and_resumed_is_the_same_run(whole, killed, tmp_path
     done = run(f"train.py --resume {run_dir(cwd).name}", cwd)
     assert re.search(rf"resumed from .*step-{newest(killed):08d}\.ckpt", done.stdout)
     assert_same_run(cwd, whole)
+    assert_same_best(cwd, whole)
+
+
+def test_killed_before_the_first_checkpoint_it_begins_again_in_the_same_directory(whole, tmp_path):
+    process = start(LONG, tmp_path)
+    wait_for(lambda: process.poll() is not None or list(tmp_path.glob("2*/config.yaml")))
+    kill_group(process)
+    process.communicate()
+    assert newest(tmp_path) < 240
+    run(f"{LONG} --resume auto", tmp_path)
+    assert_same_run(tmp_path, whole)
 
 
 def test_sigterm_saves_and_resume_auto_goes_on_in_the_same_directory(whole, tmp_path):
+    """Between two logs: the mean that is logged next is that of all its steps, those before the stop included."""
     command = f"{LONG} --resume auto"  # starts a new run where there is none to go on with
     assert_stopped_and_saved(interrupt(command, tmp_path, terminate), tmp_path)
     run(command, tmp_path)
@@ -71,14 +95,138 @@ def test_2_processes_stop_together_are_killed_and_go_on(tmp_path):
     assert_same_run(cwd, whole)
 
 
-def test_a_run_goes_on_with_2_processes_in_mid_epoch(whole, killed, tmp_path):
-    cwd = copied(killed, tmp_path)
-    run(f"train.py --resume auto {ON_2}", cwd)
-    torch.testing.assert_close(weights(cwd), weights(whole), atol=1e-5, rtol=0)
-    assert [row["step"] for row in history(cwd)] == [row["step"] for row in history(whole)]
+def test_a_run_goes_on_with_2_and_with_4_processes_in_mid_epoch(tmp_path):
+    whole, cwd = tmp_path / "whole", tmp_path / "interrupted"
+    whole.mkdir()
+    cwd.mkdir()
+    command = LONG.replace("--micro_batch_size 32", "--micro_batch_size 16")
+    uninterrupted = start(command, whole)
+    assert interrupt(command, cwd, kill_group).returncode == -signal.SIGKILL
+    resume = f"train.py --resume auto {ON_2}"
+    assert interrupt(resume, cwd, kill_group, after=newest(cwd)).returncode == -signal.SIGKILL
+    assert "resumed from" in run(resume.replace("--devices 2", "--devices 4"), cwd).stdout
+    assert uninterrupted.communicate() and uninterrupted.returncode == 0
+    assert_same_training(cwd, whole)
     for row, expected in zip(history(cwd), history(whole), strict=True):
         for name in ("train/loss", "val/loss", "val/accuracy"):
             assert float(row[name]) == pytest.approx(float(expected[name]), abs=1e-5)
+
+
+def test_a_resume_keeps_the_micro_batch_size_where_it_divides_and_else_says_so(tmp_path):
+    def line(options: str) -> str | None:
+        done = run(f"train.py {options}", tmp_path).stdout
+        equation = re.search(r"x (\d+) micro_batch_size x", done)[1]
+        changed = re.search(r"^micro_batch_size (\d+) instead of (\d+): dropout .* differ", done, re.MULTILINE)
+        return f"{changed[2]} -> {changed[1]}" if changed else f"{equation}, no word of it"
+
+    assert line(SMALL) == "64, no word of it"
+    resume = "--resume train_out --max_steps"
+    assert line(f"{resume} 21 {ON_2}") == "64 -> 32"
+    assert line(f"{resume} 22 --devices 1 --strategy auto") == "32, no word of it"
+    assert line(f"{resume} 23 --micro_batch_size 16") == "32 -> 16"
+
+
+# ---- what else may be in the state
+
+
+def test_an_order_that_depends_on_the_training_is_resumed(whole, tmp_path):
+    """A curriculum: the order of an epoch depends on the weights at its start. Workers do not run ahead of it."""
+    for file, old, new in (
+        ("data.py", "{self.seed} {self.epoch}", "{self.seed} {self.epoch}{self.progress}"),
+        ("train.py", '"step": 0,', '"step": 0, "progress": "",'),
+        ("train.py", "batches = iter(", 'train_sampler.progress = state["progress"]\n            batches = iter('),
+        ("train.py", 'state["step"] = step\n', 'state["step"] = step\n        if step % steps_per_epoch == 0:\n'
+         '            state["progress"] = str(sum(p.double().sum().item() for p in model.parameters()))\n'),
+    ):  # fmt: skip
+        repo = replaced(tmp_path / "repo", file, old, new)
+    command = f"{repo}/{LONG} --num_workers 2"
+    alone, cwd = tmp_path / "alone", tmp_path / "interrupted"
+    alone.mkdir()
+    cwd.mkdir()
+    run(command, alone)
+    assert history(alone)[0] == history(whole)[0] and history(alone)[1] != history(whole)[1]
+    assert interrupt(command, cwd, kill_group).returncode == -signal.SIGKILL
+    run(f"{repo}/train.py --resume auto", cwd)
+    assert_same_run(cwd, alone)
+
+
+SLOW_WEIGHTS = '''class SlowWeights(torch.optim.SGD):
+    """Keeps slow weights from the start on, as Lookahead does (Zhang et al. 2019, arXiv:1907.08610)."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter, state in self.state.items():
+            state["slow"].lerp_(parameter.detach(), 0.1)
+            parameter.data.lerp_(state["slow"], 0.1)
+
+
+'''
+
+
+def test_an_optimizer_whose_state_matters_from_step_0_on_is_resumed(tmp_path):
+    """Killed before the first checkpoint, and after; then with another precision."""
+    replaced(tmp_path / "repo", "train.py", "torch.optim.AdamW(", "SlowWeights(")
+    repo = replaced(tmp_path / "repo", "train.py", "def build_model(", f"{SLOW_WEIGHTS}def build_model(")
+    alone, cwd = tmp_path / "alone", tmp_path / "interrupted"
+    alone.mkdir()
+    cwd.mkdir()
+    command = f"{repo}/{LONG} --base_lr 0.1"
+    run(command, alone)
+    process = start(command, cwd)
+    wait_for(lambda: process.poll() is not None or list(cwd.glob("2*/config.yaml")))
+    kill_group(process)
+    process.communicate()
+    resume = f"{repo}/train.py --resume auto"
+    assert interrupt(resume, cwd, kill_group).returncode == -signal.SIGKILL
+    run(resume, cwd)
+    assert_same_run(cwd, alone)
+
+    run(f"{resume} --precision bf16-mixed --max_steps 241", cwd)
+    old, new = (torch.load(run_dir(cwd) / "checkpoints" / f"step-00000{n}.ckpt", weights_only=True) for n in (240, 241))
+    fast = {name: weight for name, weight in new["model"].items()}
+    for i, name in enumerate(fast):
+        before, after = (saved["optimizer"]["state"][i]["slow"] for saved in (old, new))
+        assert not torch.equal(before, after)
+        # From fast' = 0.9 fast + 0.1 slow and slow = 0.9 before + 0.1 fast follows what the step began with.
+        torch.testing.assert_close(after, 0.9 * before + 0.1 * (fast[name] - 0.1 * after) / 0.9)
+
+
+def run_with(scaler: torch.amp.GradScaler | None, root: Path, resume: str | None = None) -> tuple[RunDir, dict]:
+    """A run directory and its state, with a gradient scaler, as 16-mixed has one on a GPU."""
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if scaler else []
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugins)
+    model = fabric.setup_module(torch.nn.Linear(2, 1))
+    state = {"model": model, "precision": fabric.strategy.precision, "step": 0 if resume else 7}
+    config = TrainConfig(root_dir=str(root), resume=resume, logger_name=("csv",))
+    return RunDir(fabric, config, state, ExitStack()), state
+
+
+@pytest.mark.parametrize("saved, expected", [(8.0, 8.0), (None, 2.0)])
+def test_the_gradient_scaler_is_restored_or_starts_afresh(saved: float | None, expected: float, tmp_path):
+    def scaler(scale: float) -> torch.amp.GradScaler:
+        made = torch.amp.GradScaler("cpu", init_scale=scale)
+        made.scale(torch.ones(()))  # it is set up at its first use
+        return made
+
+    first, state = run_with(scaler(saved) if saved else None, tmp_path)
+    first.start(0)
+    first.save(7, True, True)
+    new = scaler(2.0)
+    _, resumed = run_with(new, tmp_path, str(first.path))
+    assert (new.get_scale(), resumed["step"]) == (expected, 7)
+    torch.testing.assert_close(resumed["model"].state_dict(), state["model"].state_dict())
+
+
+def test_an_optimizer_option_beside_resume_wins_over_the_checkpoint(tmp_path):
+    run(f"train.py {SMALL} --logger_name csv", tmp_path)
+    run("train.py --resume train_out --max_steps 21 --weight_decay 0.5", tmp_path)
+    state = torch.load(sorted(run_dir(tmp_path).glob("checkpoints/step-*.ckpt"))[-1], weights_only=True)
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
 
 
 # ---- finished runs and changed options
@@ -88,42 +236,88 @@ def test_a_finished_run_is_extended_and_lists_what_changed(whole, tmp_path):
     run(f"{LONG} --epochs 3", tmp_path)
     done = run(f"train.py --resume {run_dir(tmp_path).name} --epochs 30 --num_checkpoint_keep 2", tmp_path)
     assert_same_run(tmp_path, whole)
+    assert_same_best(tmp_path, whole)
     assert len(list(tmp_path.glob("*/checkpoints/step-*.ckpt"))) == 2
     config = yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())
     assert set(config) == {field.name for field in fields(TrainConfig)} - {"resume", "config_path"}
     assert (config["epochs"], config["num_checkpoint_keep"], config["micro_batch_size"]) == (30, 2, 32)
     for option, old, new in (("epochs", 3, 30), ("num_checkpoint_keep", 3, 2)):
-        assert re.search(rf"--{option} {new} .*\b{old}$", done.stdout, re.MULTILINE), f"{option} is not listed"
+        assert re.search(rf"--{option} {new}\b.* {old}\b", done.stdout), f"{option} is not listed"
 
 
-def test_resuming_a_finished_run_says_so_and_changes_nothing(whole, tmp_path):
+@pytest.mark.parametrize("command", ["train.py --resume RUN", f"{LONG} --resume auto", f"{LONG} --resume auto {ON_2}"])
+def test_resuming_a_finished_run_says_so_and_changes_nothing(whole, tmp_path, command: str):
     cwd = copied(whole, tmp_path)
-    before = snapshot(cwd)
-    assert "is finished" in run(f"train.py --resume {run_dir(cwd).name}", cwd).stdout
-    assert snapshot(cwd) == before
+    before = snapshot_with_lock(cwd)
+    done = run(command.replace("RUN", run_dir(cwd).name), cwd)
+    (line,) = [line for line in done.stdout.splitlines() if "is finished" in line]
+    assert run_dir(cwd).name in line and "--out_dir" in line
+    assert snapshot_with_lock(cwd) == before
+
+
+def test_resuming_a_finished_run_with_another_training_is_refused(whole, tmp_path):
+    cwd = copied(whole, tmp_path)
+    before = snapshot_with_lock(cwd)
+    error = run(f"{LONG} --resume auto --weight_decay 0.5", cwd, code=2).stderr
+    assert re.fullmatch(r"train.py: error: .*--weight_decay .* is finished.* --out_dir\n", error)
+    assert snapshot_with_lock(cwd) == before
+
+
+def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_path):
+    early = f"train.py {SMALL} --base_lr 1e-12 --val_interval 2 --logger_name csv --lr_schedule constant"
+    alone, cwd = tmp_path / "alone", tmp_path / "stopped"
+    alone.mkdir()
+    cwd.mkdir()
+    run(f"{early} --early_stopping_patience 5", alone)
+    assert "finished after 6 of 20 steps" in run(f"{early} --early_stopping_patience 2", cwd).stdout
+    assert "is finished" in run(f"{early} --early_stopping_patience 2 --resume auto", cwd).stdout
+    (run_dir(cwd) / "model.pt").unlink()  # as a kill before its last file leaves it
+    assert "finished after 6 of 20 steps" in run("train.py --resume auto", cwd).stdout
+    assert "finished after 12 of 20 steps" in run("train.py --resume auto --early_stopping_patience 5", cwd).stdout
+    assert_same_run(cwd, alone)
+    assert_same_best(cwd, alone)
 
 
 # ---- damaged checkpoints
 
 
-def test_a_truncated_checkpoint_is_named_and_the_one_before_is_taken(whole, killed, tmp_path):
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
+def test_a_damaged_checkpoint_is_named_and_put_aside_and_the_one_before_is_taken(whole, killed, tmp_path, damage):
     cwd = copied(killed, tmp_path)
     *_, older, broken = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
-    truncate(broken)
+    damage(broken)
     done = run("train.py --resume auto", cwd)
     assert broken.name in done.stderr and "damaged" in done.stderr
     assert re.search(rf"resumed from .*{older.name}", done.stdout)
+    assert broken.with_name(f"{broken.name}.damaged").exists()
     assert_same_run(cwd, whole)
+    assert_same_best(cwd, whole)
 
 
-def test_without_a_whole_checkpoint_nothing_is_done_and_nothing_deleted(killed, tmp_path):
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_without_a_whole_checkpoint_nothing_is_done_and_nothing_deleted(killed, tmp_path, damage):
+    """It had one once, so it is not begun again."""
     cwd = copied(killed, tmp_path)
     for path in cwd.glob("*/checkpoints/*.ckpt"):
-        truncate(path)
+        damage(path)
     before = snapshot(cwd)
     error = run(f"train.py --resume {run_dir(cwd).name}", cwd, code=1).stderr
     assert re.fullmatch(r"train.py: error: no checkpoint in \S+ can be read.*", error.splitlines()[-1])
     assert "Traceback" not in error
+    assert snapshot(cwd) == before
+
+
+def test_a_directory_of_checkpoints_that_is_gone_is_not_begun_again(killed, tmp_path):
+    cwd = copied(killed, tmp_path)
+    shutil.rmtree(run_dir(cwd) / "checkpoints")
+    before = snapshot(cwd)
+    assert "no checkpoint in" in run("train.py --resume auto", cwd, code=1).stderr
     assert snapshot(cwd) == before
 
 
@@ -139,46 +333,16 @@ def test_every_checkpoint_loads_as_plain_values(whole, killed):
 
 
 def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path):
-    taken = [tmp_path / time.strftime("%Y%m%d-%H%M%S-twin", time.localtime(time.time() + s)) for s in range(120)]
+    """All names of the next seconds are taken, so both wait for the same second, and one of them longer."""
+    taken = [tmp_path / time.strftime("%Y%m%d-%H%M%S-twin", time.localtime(time.time() + s)) for s in range(20)]
     for path in taken:
         path.mkdir()
-    twins = [start(f"train.py {SMALL} --epochs 1 --out_dir twin", tmp_path) for _ in range(2)]
+    twins = [start(f"train.py {SMALL} --max_steps 1 --out_dir twin", tmp_path) for _ in range(2)]
     for twin in twins:
-        assert (twin.communicate(timeout=120), twin.returncode)[1] == 0
+        assert (twin.communicate(timeout=300), twin.returncode)[1] == 0
     made = [path for path in tmp_path.iterdir() if path not in taken]
     assert len(made) == 2
     for path in made:
-        assert re.fullmatch(r"\d{8}-\d{6}-twin-[12]", path.name)
+        assert re.fullmatch(r"\d{8}-\d{6}-twin", path.name)
         assert (path / "model.pt").is_file()
     assert not any(any(path.iterdir()) for path in taken)
-
-
-def test_an_optimizer_option_beside_resume_wins_over_the_checkpoint(tmp_path):
-    run(f"train.py {SMALL} --logger_name csv", tmp_path)
-    run("train.py --resume train_out --epochs 6 --weight_decay 0.5", tmp_path)
-    state = torch.load(sorted(run_dir(tmp_path).glob("checkpoints/step-*.ckpt"))[-1], weights_only=True)
-    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
-
-
-def fabric_with(scaler: torch.amp.GradScaler | None) -> tuple[Fabric, dict]:
-    """A Fabric with a gradient scaler, as 16-mixed has one on a GPU, and a state to save."""
-    precision = MixedPrecision("16-mixed", "cpu", scaler) if scaler else None
-    fabric = Fabric(
-        accelerator="cpu", devices=1, plugins=[plugin for plugin in [DirectCheckpointIO(), precision] if plugin]
-    )
-    return fabric, {"model": torch.nn.Linear(2, 1), "precision": fabric.strategy.precision, "step": 7}
-
-
-@pytest.mark.parametrize("saved, expected", [(torch.amp.GradScaler("cpu", init_scale=8.0), 8.0), (None, 2.0)])
-def test_the_gradient_scaler_is_restored_or_starts_afresh(saved, expected: float, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    fabric, state = fabric_with(saved)
-    if saved:
-        saved.scale(torch.ones(()))  # it is set up at its first use
-    save_checkpoint(fabric, tmp_path, state)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.ones(()))
-    fabric, resumed = fabric_with(scaler)
-    load_checkpoint(fabric, tmp_path, resumed | {"step": 0})
-    assert scaler.get_scale() == expected
-    torch.testing.assert_close(resumed["model"].state_dict(), state["model"].state_dict())

@@ -1,0 +1,28 @@
+#!/bin/bash
+# Says which of recipes/*.patch still apply to the code as it is, and why others do not. Exits with how many do not.
+#   recipes/check.sh
+#   recipes/check.sh --write    # also writes those that apply anew, with the line numbers and lines of today
+# To mend another: apply it with `git apply --reject`, make the rejected change by hand, and put `git diff -U1` below
+# the lines that open the patch; new files count after `git add --intent-to-add`.
+cd "$(dirname "$0")/.." || exit
+copy=$(mktemp -d) failed=0
+trap 'rm -rf "$copy"' EXIT
+cp -- *.py "$copy"
+in_copy() { git -C "$copy" -c user.name=recipes -c user.email= "$@"; }
+in_copy init --quiet && in_copy add --all && in_copy commit --quiet --message "the code as it is"
+
+for recipe in recipes/*.patch; do
+    if ! in_copy apply --index "$PWD/$recipe"; then
+        echo "FAILS:   $recipe"
+        failed=$((failed + 1))
+        continue
+    fi
+    echo "applies: $recipe"
+    if [[ $1 == --write ]]; then
+        sed '/^diff --git/,$d' "$recipe" >"$copy/.git/recipe" # what stands above the diff
+        in_copy diff --cached -U1 --no-color >>"$copy/.git/recipe"
+        cp "$copy/.git/recipe" "$recipe"
+    fi
+    in_copy reset --quiet --hard
+done
+exit $failed

@@ -1,0 +1,118 @@
+"""What people edit, and the mistakes they make in it: tried on copies of the programs."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+from conftest import ON_2, SMALL, replaced, run, run_dir
+
+# Stands before `build_datasets`, which it replaces: SAMPLE is what the datasets give for an image and its target.
+NEW_DATA = """
+class Edited(Dataset):
+    def __init__(self, images):
+        self.images, self.num_classes = images, 10
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        image, target = self.images[index]
+        return SAMPLE
+
+
+def build_datasets(*args, **options):
+    return {split: Edited(images) for split, images in images_of(*args, **options).items()}
+
+
+def images_of("""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return tmp_path / "program"
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    """An empty folder beside the program."""
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
+
+
+def with_samples(program: Path, sample: str) -> None:
+    replaced(program, "data.py", "def build_datasets(", NEW_DATA.replace("SAMPLE", sample))
+
+
+# ---- data
+
+
+def test_a_dataset_of_dicts(program: Path, cwd: Path):
+    with_samples(program, '{"name": f"image {index}", "target": target, "weight": 1.0, "image": image}')
+    replaced(program, "train.py", "image, _ = dataset[0]", 'image = dataset[0]["image"]')
+    replaced(program, "train.py", "images, targets = batch", 'images, targets = batch["image"], batch["target"]')
+    run(f"{program}/train.py {SMALL} --epochs 1 --num_workers 1", cwd)
+    report = run(f"{program}/test.py --out_dir train_out --accelerator cpu", cwd)
+    assert "on 380 test samples" in report.stdout
+
+
+@pytest.mark.parametrize("sample, names", [("image, target, index, 1.0", "images, targets, _, _"),
+                                           ("[image, [target, index]]", "images, (targets, _)")])  # fmt: skip
+def test_a_dataset_of_tuples_of_any_length(sample: str, names: str, program: Path, cwd: Path):
+    with_samples(program, sample)
+    replaced(program, "train.py", "image, _ = dataset[0]", "image = dataset[0][0]")
+    replaced(program, "train.py", "images, targets = batch", f"{names} = batch")
+    assert "finished after 2 of 2 steps" in run(f"{program}/train.py --accelerator cpu --fast_run", cwd).stdout
+
+
+def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Path, cwd: Path):
+    with_samples(program, "image, target")
+    replaced(program, "data.py", "return len(self.images)", "return 1 if len(self.images) == 200 else len(self.images)")
+    error = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=2).stderr
+    assert "1 samples are too few" in error.splitlines()[-1] and "Traceback" not in error
+    assert list(cwd.iterdir()) == []
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    "file, old, new, words, options",
+    [
+        ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ""),
+        ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ON_2),
+        ("data.py", "dy, dx = torch", "dx = torch", "NameError: name 'dy' is not defined", ""),
+        ("data.py", "num_classes, self.shift = images", "classes, self.shift = images", "attribute 'num_classes'", ""),
+        ("train.py", "len(targets), (logits, targets)", "len(targets), (targets,)", "TypeError: ", ""),
+    ],
+)  # fmt: skip
+def test_a_mistake_leaves_nothing_behind(file, old, new, words, options, program: Path, cwd: Path):
+    """The first validation finds it, before the run directory is made: there is no run to be resumed."""
+    replaced(program, file, old, new)
+    error = run(f"{program}/train.py {SMALL} --num_sanity_val_steps 0 {options}", cwd, code=1).stderr
+    assert "Traceback" in error and words in error.splitlines()[-1]
+    assert "--resume" not in error
+    assert list(cwd.iterdir()) == []
+
+
+# ---- loss and monitor
+
+
+def test_a_second_loss_is_logged_shown_and_can_be_monitored(program: Path, cwd: Path):
+    """And a value that is not finite is never the best, though the best of the checkpoints has to begin somewhere."""
+    loss = "F.cross_entropy(logits, targets)"
+    margin = f'"loss": {loss}, "margin": (2.1 - {loss}).sqrt()'  # not a number before the loss is below 2.1
+    replaced(program, "train.py", f'"loss": {loss}', margin)
+    options = "--limit_train_batches 8 --width 16 --monitor val/margin --monitor_mode max"
+    done = run(f"{program}/train.py {SMALL} {options}", cwd)
+    folder = run_dir(cwd)
+    with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    margins = {int(row["step"]): float(row["val/margin"]) for row in rows}
+    assert math.isnan(margins[8]) and math.isfinite(margins[40]) and float(rows[-1]["train/margin"])
+    summary = json.loads((folder / "summary.json").read_text())
+    best_step = max((step for step in margins if math.isfinite(margins[step])), key=margins.get)
+    assert (summary["best"], summary["best_step"]) == (margins[best_step], best_step)
+    assert "train/margin" in done.stdout and "val/margin" in done.stdout
+    assert (folder / "checkpoints" / "best.ckpt").exists()

@@ -1,0 +1,139 @@
+"""main(config) called from Python, as in a notebook: the process goes on afterwards, and must be as it was before."""
+
+from pathlib import Path
+
+import pytest
+from conftest import REPO, kill_group, newest, run, run_dir, start, wait_for
+
+# Trains in this process. `left_behind` tells what is not as it was before.
+NOTEBOOK = """
+import glob, os, signal, sys, threading
+sys.path.insert(0, PROGRAM)
+import torch
+from train import main
+from config import ConfigError, TrainConfig
+
+SMALL = dict(accelerator="cpu", limit_train_batches=4, limit_val_batches=1, width=4)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+own_handler = lambda number, frame: None
+signal.signal(signal.SIGUSR1, own_handler)
+
+def state():
+    children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    open_files = {os.path.realpath(path) for path in glob.glob("/proc/self/fd/*")}
+    return {
+        "signals": [signal.getsignal(number) for number in SIGNALS],
+        "hooks": (sys.excepthook, threading.excepthook),
+        "children": [] if children == tracker() else children,
+        "threads": [thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"],  # it stays
+        "files": [path for path in open_files if path.startswith(os.getcwd() + "/2")],
+        "group": torch.distributed.is_initialized(),
+    }
+
+def tracker():  # Python's own process, for shared memory; it stays
+    from multiprocessing import resource_tracker
+    return [str(resource_tracker._resource_tracker._pid)]
+
+def left_behind():
+    now = state()
+    return {name: now[name] for name in now if now[name] != before[name]}
+
+before = state()
+"""
+
+
+@pytest.fixture
+def notebook(tmp_path: Path):
+    """notebook(cells) runs these lines after those of NOTEBOOK, in tmp_path, and returns what they print."""
+
+    def run_cells(cells: str, repo: Path = REPO) -> str:
+        (tmp_path / "notebook.py").write_text(NOTEBOOK.replace("PROGRAM", repr(str(repo))) + cells)
+        return run(f"{tmp_path}/notebook.py", tmp_path).stdout
+
+    return run_cells
+
+
+def test_after_a_run_nothing_is_left_behind(notebook, tmp_path: Path):
+    notebook("""
+assert main(TrainConfig(epochs=1, num_workers=1, **SMALL)) == 0
+assert not left_behind(), left_behind()
+""")
+    assert (run_dir(tmp_path) / "model.pt").exists()
+
+
+def test_a_mistake_is_an_exception_and_the_next_call_trains(notebook, tmp_path: Path):
+    """Also with the run that has failed, while its traceback is still held: the variables of its frames live on."""
+    notebook("""
+import train
+try:
+    main(TrainConfig(epochs=-1))
+except ValueError as error:
+    assert "--epochs -1" in str(error)
+try:
+    main(TrainConfig(monitor="val/f1", **SMALL))
+except ConfigError as error:
+    first = error
+assert "--monitor val/f1" in str(first)
+assert not glob.glob("2*") and not left_behind(), left_behind()
+
+compute_loss, calls = train.compute_loss, 0
+def fails_in_the_second_epoch(model, batch, config):
+    global calls
+    calls += model.training
+    if calls == 6:
+        raise ZeroDivisionError("a mistake")
+    return compute_loss(model, batch, config)
+
+train.compute_loss = fails_in_the_second_epoch
+try:
+    main(TrainConfig(epochs=2, num_workers=1, **SMALL))
+except ZeroDivisionError as error:
+    second = error
+assert second.__traceback__ and calls == 6
+assert not left_behind(), left_behind()
+
+train.compute_loss = compute_loss
+(path,) = glob.glob("2*")
+assert os.path.exists(path + "/checkpoints/step-00000004.ckpt")
+assert main(TrainConfig(epochs=2, resume=path, **SMALL)) == 0
+assert not left_behind(), left_behind()
+""")
+    assert newest(tmp_path) == 8
+
+
+def test_another_process_can_resume_the_run_that_has_failed(tmp_path: Path):
+    """The lock is not held by the traceback."""
+    cells = """
+import train
+train.learning_rate = lambda config, peak, step, *args: peak if step < 6 else 1 / 0
+try:
+    main(TrainConfig(epochs=2, **SMALL))
+except ZeroDivisionError as error:
+    kept = error
+open("failed", "w")
+signal.pause()
+"""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.replace("PROGRAM", repr(str(REPO))) + cells)
+    process = start(f"{tmp_path}/notebook.py", tmp_path)
+    try:
+        wait_for(lambda: process.poll() is not None or (tmp_path / "failed").exists())
+        assert process.poll() is None, process.communicate()
+        run("train.py --resume auto", tmp_path)
+        assert process.poll() is None
+    finally:
+        kill_group(process)
+        process.communicate()
+    assert newest(tmp_path) == 8
+
+
+def test_it_trains_in_a_thread(notebook, tmp_path: Path):
+    """Where Python allows no signal handlers."""
+    notebook("""
+codes = []
+thread = threading.Thread(target=lambda: codes.append(main(TrainConfig(epochs=1, num_workers=1, **SMALL))))
+thread.start()
+thread.join()
+assert codes == [0]
+assert not left_behind(), left_behind()
+""")
+    assert (run_dir(tmp_path) / "model.pt").exists()

@@ -1,0 +1,183 @@
+"""The recipes but the large ones: each applied to a copy of the programs and run."""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ON_2, REPO, SMALL, run, run_dir
+
+RECIPES = REPO / "recipes"
+
+
+def with_recipe(name: str, folder: Path) -> Path:
+    """A copy of the programs in `folder`, with the recipe applied."""
+    folder.mkdir(exist_ok=True)
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, folder)
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
+    subprocess.run(["git", "apply", RECIPES / f"{name}.patch"], cwd=folder, env=outside, check=True)
+    return folder
+
+
+# ---- mnist
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.astype(np.uint8).tobytes()
+
+
+def write_mnist(folder: Path, separator: str = "-", zipped: bool = False) -> Path:
+    """The digits as the four files of a set in MNIST's format: 1,200 training and 597 test images."""
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits().images, load_digits().target
+    folder.mkdir(exist_ok=True)
+    for name, part in (("train", slice(1200)), ("t10k", slice(1200, None))):
+        for kind, array in (("images", images[part]), ("labels", targets[part])):
+            path = folder / f"{name}-{kind}{separator}idx{array.ndim}-ubyte{'.gz' if zipped else ''}"
+            path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory) -> Path:
+    """The programs with the recipe, beside nothing else."""
+    return with_recipe("mnist", tmp_path_factory.mktemp("mnist"))
+
+
+# The parts of the set, printed by the data.py of the recipe: no training, and no module of another test's.
+PARTS = """
+import json, sys, data
+parts = data.build_datasets("mnist", sys.argv[1], augment=False)
+test = parts["test"]
+print(json.dumps({"sizes": {name: len(part) for name, part in parts.items()}, "targets": test.targets.tolist(),
+                  "classes": [part.num_classes for part in parts.values()],
+                  "grey": (255 * (test.images - test.images.min())).flatten().tolist()}))
+"""
+
+
+def read(mnist: Path, folder: Path, code: int = 0) -> subprocess.CompletedProcess:
+    (mnist / "parts.py").write_text(PARTS)
+    return run(f"{mnist}/parts.py {folder}", folder, code)
+
+
+@pytest.mark.parametrize("separator, zipped", [("-", False), (".", True)])
+def test_mnist_files_in_any_spelling(mnist: Path, separator: str, zipped: bool, tmp_path: Path):
+    from sklearn.datasets import load_digits
+
+    found = json.loads(read(mnist, write_mnist(tmp_path, separator, zipped)).stdout)
+    assert found["sizes"] == {"train": 1100, "val": 100, "test": 597} and found["classes"] == [10, 10, 10]
+    assert found["targets"] == load_digits().target[1200:].tolist()
+    images = load_digits().images[1200:].flatten()
+    grey = np.array(found["grey"])  # the images are normalised: equal up to a factor
+    np.testing.assert_allclose(grey * images.max() / grey.max(), images, atol=1e-3)
+
+
+ARRAY = np.ones((1200, 8, 8))
+DAMAGE = {
+    "wrong magic": b"\0\0\x0d" + idx(ARRAY)[3:],
+    "labels in place of images": idx(ARRAY[:, 0, 0]),
+    "truncated": idx(ARRAY)[:-1],
+    "truncated in the header": idx(ARRAY)[:6],
+    "too long": idx(ARRAY) + b"\0",
+    "empty file": b"",
+    "no image": idx(ARRAY[:0]),
+    "truncated .gz": gzip.compress(idx(ARRAY))[:-20],
+    "wrong checksum .gz": gzip.compress(idx(ARRAY))[:-8] + bytes(8),
+    "no gzip .gz": idx(ARRAY),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_mnist_file_is_named(damage: str, mnist: Path, tmp_path: Path):
+    write_mnist(tmp_path, zipped=(zipped := damage.endswith(".gz")))
+    name = f"train-images-idx3-ubyte{'.gz' if zipped else ''}"
+    (tmp_path / name).write_bytes(DAMAGE[damage])
+    assert f"ValueError: {tmp_path / name} " in read(mnist, tmp_path, code=1).stderr
+
+
+def test_mnist_trains_and_is_evaluated(mnist: Path, tmp_path: Path):
+    files = write_mnist(tmp_path / "files")
+    run(f"{mnist}/train.py {SMALL} --epochs 1 --dataset mnist --data_dir {files}", tmp_path)
+    assert "on 597 test samples" in run(f"{mnist}/test.py --out_dir train_out", tmp_path).stdout
+    error = run(f"{mnist}/train.py --dataset mnist", tmp_path, code=2).stderr
+    assert "--data_dir" in error and "train-images-idx3-ubyte is missing" in error
+
+
+# ---- profiler, sync_batchnorm
+
+
+def test_profiler_writes_a_trace_of_the_steps(tmp_path: Path):
+    program = with_recipe("profiler", tmp_path / "program")
+    done = run(f"{program}/train.py {SMALL} --profile 3 {ON_2}", tmp_path)
+    assert done.stdout.count("Self CPU time total") == 1  # of rank 0 alone
+    events = json.loads((run_dir(tmp_path) / "trace.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"}  # counted from 0
+
+
+def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path: Path):
+    program = with_recipe("sync_batchnorm", tmp_path / "program")
+    model = (program / "model.py").read_text()
+    (program / "model.py").write_text(model.replace("nn.GELU(),", "nn.BatchNorm2d(width), nn.GELU(),", 1))
+    run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
+    assert "on 380 test samples" in run(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+
+
+# ---- idle_gpus.sh; the one place with a stand-in, for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without one
+
+NVIDIA_SMI = """#!/bin/bash
+case $* in
+    "--query-gpu=uuid,memory.used,memory.total --format=csv,noheader,nounits")
+        printf '%s\\n' "GPU-00, 10, 80000" "GPU-11, 600, 80000" "GPU-22, 9000, 80000" "GPU-33, 0, 80000" ;;
+    "--query-compute-apps=gpu_uuid --format=csv,noheader") printf '%s\\n' GPU-00 GPU-00 ;;
+    *) exit 2 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "wanted, printed, error",
+    [("", "GPU-11\n", ""), ("2", "GPU-11,GPU-33\n", ""), ("3", "", "2 of 4 are idle"), ("two", "", "how many?")],
+)
+def test_idle_gpus(wanted: str, printed: str, error: str, tmp_path: Path):
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run(f"recipes/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0, PATH=path)
+    assert done.stdout == printed and error in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has nvidia-smi")
+def test_idle_gpus_needs_nvidia_smi(tmp_path: Path):
+    assert "no nvidia-smi" in run("recipes/idle_gpus.sh", tmp_path, code=1).stderr
+
+
+# ---- check.sh
+
+
+def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
+    """On a copy in which a recipe's lines first move, and then change."""
+
+    def check(option: str = "", code: int = 0) -> dict[str, str]:
+        lines = run(f"{tmp_path}/recipes/check.sh {option}", tmp_path, code).stdout.splitlines()
+        return {line.partition("recipes/")[2]: line.partition(":")[0] for line in lines}
+
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "mnist.patch"
+    good = {path.name: "applies" for path in RECIPES.glob("*.patch")}
+    config = (tmp_path / "config.py").read_text()
+    (tmp_path / "config.py").write_text("# a new line\n" + config)
+    before = patch.read_text()
+    assert check() == good and patch.read_text() == before
+    assert check("--write") == good and patch.read_text() != before
+    assert patch.read_text().partition("diff --git")[0] == before.partition("diff --git")[0] != ""
+    assert check() == good
+    (tmp_path / "config.py").write_text(config.replace('dataset: Literal["digits"]', 'dataset: Literal["digits", "x"]'))
+    assert check("--write", code=1) == good | {"mnist.patch": "FAILS"}

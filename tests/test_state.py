@@ -1,0 +1,212 @@
+"""What stands in `state` is saved, restored, counted and checked; and what a resume may change beside it."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, assert_same_run, kill_group, replaced, run, run_dir, start, wait_for
+
+CONSTANT = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
+
+# A second model with an optimizer of its own, trained beside the first.
+CRITIC = """
+    critic = fabric.setup_module(build_model(config, train_set))
+    critic_optimizer = fabric.setup_optimizers(torch.optim.SGD(critic.parameters(), LR, 0.9))
+"""
+CRITIC_STEP = """
+        critic_optimizer.step()
+        critic_optimizer.zero_grad()
+"""
+CRITIC_LOSS = """
+            fabric.backward(compute_loss(critic, batch, config)[0]["loss"])
+"""
+
+# Lookahead (Zhang et al. 2019, arXiv:1907.08610): every third step it goes half of the way from the slow weights, which
+# it copies from the model at the beginning, to where its inner optimizer is.
+LOOKAHEAD = """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner, self.state, self.defaults = inner, inner.state, inner.defaults
+        self.param_groups, self.count = inner.param_groups, 0
+        self.parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self.slow = [parameter.detach().clone() for parameter in self.parameters]
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.count += 1
+        if self.count % 3 == 0:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow, self.parameters):
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.slow, self.count = state["slow"], state["count"]
+
+
+def build_model("""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return tmp_path / "program"
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """Where the run is that is never interrupted; `cwd` is for the other."""
+    (tmp_path / "whole").mkdir()
+    return tmp_path / "whole"
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
+
+
+def checkpoint(cwd: Path, name: str) -> dict:
+    return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def summary(cwd: Path) -> dict:
+    return json.loads((run_dir(cwd) / "summary.json").read_text())
+
+
+# ---- models and optimizers
+
+
+def with_critic(program: Path, lr: str) -> None:
+    replaced(
+        program, "train.py", "\n    metrics = build_metrics", f"{CRITIC.replace('LR', lr)}    metrics = build_metrics"
+    )
+    replaced(program, "train.py", '        "optimizer": optimizer,\n', '        "optimizer": optimizer,\n'
+             '        "critic": critic,\n        "critic_optimizer": critic_optimizer,\n')  # fmt: skip
+    replaced(program, "train.py", "\n        optimizer.step()\n", f"\n        optimizer.step(){CRITIC_STEP}")
+    replaced(program, "train.py", "\n            sums.add(values)\n", f"\n            sums.add(values){CRITIC_LOSS}")
+
+
+def test_two_models_and_two_optimizers(program: Path, whole: Path, cwd: Path):
+    """All are counted in the memory line, saved and restored: also those that no line of rundir.py knows."""
+    with_critic(program, lr="0.01")
+    options = f"{program}/train.py {CONSTANT} --width 32"
+    memory = re.search(r"weights ([\d.]+) MB, optimizer ([\d.]+) MB", run(f"{options} --epochs 4", whole).stdout)
+    parameters = [tensor.nbytes / 1e6 for tensor in checkpoint(whole, "step-00000016")["model"].values()]
+    assert [float(number) for number in memory.groups()] == pytest.approx(
+        [2 * sum(parameters), 3 * sum(parameters)], 0.01
+    )
+    run(f"{options} --epochs 2", cwd)
+    run(f"{program}/train.py --resume auto --epochs 4", cwd)
+    assert_same_run(cwd, whole)
+    saved, expected = (checkpoint(folder, "step-00000016") for folder in (cwd, whole))
+    for name in ("model", "critic"):
+        torch.testing.assert_close(saved[name], expected[name], atol=0, rtol=0)
+    for name in ("optimizer", "critic_optimizer"):
+        torch.testing.assert_close(saved[name]["state"], expected[name]["state"], atol=0, rtol=0)
+        assert saved[name]["state"]
+    assert not torch.equal(saved["model"]["layers.0.weight"], saved["critic"]["layers.0.weight"])
+
+
+def test_the_second_model_is_checked_to_be_finite(program: Path, cwd: Path):
+    with_critic(program, lr='float("nan")')
+    error = run(f"{program}/train.py {CONSTANT}", cwd, code=1).stderr
+    assert "the weights are not finite after step 4" in error
+    assert list((run_dir(cwd) / "checkpoints").iterdir()) == []
+
+
+def test_an_optimizer_with_state_of_its_own(program: Path, whole: Path, cwd: Path):
+    """Its slow weights are those of the model at the beginning. The run was killed before it had a checkpoint, and goes
+    on in another precision: it begins again, with nothing of what the other precision had made."""
+    replaced(program, "train.py", "def build_model(", LOOKAHEAD.lstrip())
+    replaced(program, "train.py", "fabric.setup_optimizers(optimizer)", "fabric.setup_optimizers(Lookahead(optimizer))")
+    options = f"{program}/train.py {CONSTANT} --checkpoint_frequency None"
+    run(f"{options} --max_steps 22", whole)
+    process = start(f"{options} --max_steps 1000000 --precision bf16-true", cwd)
+    wait_for(lambda: process.poll() is not None or any(file.read_text().count("\n") > 9 for file in cwd.rglob("*.csv")))
+    kill_group(process)
+    assert process.communicate() and process.returncode == -signal.SIGKILL
+    assert list((run_dir(cwd) / "checkpoints").iterdir()) == []
+    for steps in (12, 22):  # the second resume has a checkpoint
+        run(f"{program}/train.py --resume auto --precision 32-true --max_steps {steps}", cwd)
+    assert_same_run(cwd, whole)
+    saved, expected = (checkpoint(folder, "step-00000022")["optimizer"] for folder in (cwd, whole))
+    torch.testing.assert_close(saved["slow"], expected["slow"], atol=0, rtol=0)
+
+
+def test_settings_of_the_optimizer_are_those_that_the_options_ask_for(program: Path, cwd: Path):
+    """The checkpoint has settings, too: what has changed since then wins."""
+    run(f"train.py {CONSTANT} --epochs 1", cwd)
+    before = checkpoint(cwd, "step-00000004")["optimizer"]["param_groups"][0]
+    replaced(program, "train.py", "fused=fused", "fused=False, betas=(0.8, 0.9)")
+    run(f"{program}/train.py --resume auto --epochs 2 --weight_decay 0.5", cwd)
+    after = checkpoint(cwd, "step-00000008")["optimizer"]["param_groups"][0]
+    changed = {name: after[name] for name in after if after[name] != before[name]}
+    assert changed == {"weight_decay": 0.5, "fused": False, "betas": (0.8, 0.9), "lr": 4e-3}
+
+
+# ---- plain values
+
+
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        ('"recent": __import__("collections").deque(),', "state['recent'] is a deque"),
+        ('"best_ever": __import__("numpy").float64(1),', "state['best_ever'] is a float64"),
+        ('"seen": {"files": [__import__("pathlib").Path("a")]},', "state['seen']['files'][0] is a Pos"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold_is_named_before_training(entry: str, words: str, program: Path, cwd: Path):
+    replaced(program, "train.py", '        "step": 0,\n', f'        "step": 0,\n        {entry}\n')
+    error = run(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    assert words in error and "Traceback" not in error and "--resume" not in error
+    assert list(cwd.iterdir()) == []
+
+
+def test_what_comes_into_state_later_is_named_at_the_next_save(program: Path, cwd: Path):
+    line = '        state["step"] = step\n'
+    replaced(program, "train.py", line, f'{line}        state["recent"] = {{"losses": {{step}} if step > 4 else []}}\n')
+    error = run(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    assert "state['recent']['losses'] is a set" in error and "Traceback" not in error
+    assert f"--resume {run_dir(cwd).name}" in error
+    assert checkpoint(cwd, "step-00000004")["recent"] == {"losses": []}
+
+
+# ---- what another command line changes
+
+
+def test_another_monitor_starts_a_new_best_and_a_new_patience(cwd: Path):
+    """An accuracy is not compared with a loss. With this learning rate nothing gets better."""
+    run(f"train.py {SMALL} --base_lr 1e-12 --epochs 3", cwd)
+    assert (summary(cwd)["best_step"], summary(cwd)["bad_validations"]) == (4, 2)
+    run("train.py --resume auto --epochs 5 --monitor val/loss --early_stopping_patience 3", cwd)
+    assert summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] >= 16
+    assert 2 < summary(cwd)["best"] < 3
+    run("train.py --resume auto --epochs 6 --monitor_mode max", cwd)
+    assert summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] == 24
+
+
+def test_after_out_of_memory_the_advice_can_be_followed(program: Path, cwd: Path):
+    """Memory runs out once there is a checkpoint, until micro-batches have 16 samples."""
+    is_full = 'model.training and len(targets) > 16 and [*__import__("pathlib").Path().glob("*/checkpoints/step-*")]'
+    line = "    images, targets = batch\n"
+    full = f'    if {is_full}:\n        raise torch.OutOfMemoryError("CUDA out of memory")\n'
+    replaced(program, "train.py", line, line + full)
+    error = run(f"{program}/train.py {CONSTANT}", cwd, code=1).stderr
+    for size in (32, 16):
+        assert f"try --micro_batch_size {size} for the same effective batch size" in error and "Traceback" not in error
+        done = run(f"{program}/train.py --resume auto --micro_batch_size {size}", cwd, code=1 if size == 32 else 0)
+        assert f"micro_batch_size {size} instead of 64" in done.stdout
+        error = done.stderr
+    assert "finished after 20 of 20 steps" in done.stdout
+    assert (summary(cwd)["step"], summary(cwd)["micro_batch_size"]) == (20, 16)
