@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from simple_parsing import field
 
@@ -132,7 +132,11 @@ OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")  # may differ between the
 def problems(config: MachineConfig) -> list[str]:
     """What is wrong with a config, one text per mistake, each naming its option."""
     found = []
-    for name, value in vars(config).items():
+    for option in fields(config):
+        name, value, kinds = option.name, getattr(config, option.name), (option.type, *get_args(option.type))
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        if choices and not {*(value if isinstance(value, tuple) else [value])} <= {None, *choices}:
+            found.append(f"--{name} {value}: choose from {', '.join(choices)}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             limit = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
             if not (0 < value < limit or (value == 0 and name in MAY_BE_ZERO)):

@@ -151,8 +151,8 @@ def test_a_compiled_model_trains(tmp_path):
 @two_gpus
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
 def test_two_gpus_train_like_one(strategy, tmp_path):
-    run(f"{SHORT} --dropout 0 --micro_batch_size 32 --devices 1 --out_dir one", tmp_path)
-    size = "" if strategy == "dp" else "--micro_batch_size 32"  # dp splits the batches of its one process
-    run(f"{SHORT} --dropout 0 {size} --devices 2 --strategy {strategy} --out_dir two", tmp_path)
+    options = "--dropout 0 --micro_batch_size 32"
+    run(f"{SHORT} {options} --devices 1 --out_dir one", tmp_path)
+    run(f"{SHORT} {options} --devices 2 --strategy {strategy} --out_dir two", tmp_path)
     one, two = (weights(run_dir(tmp_path, name)) for name in ("one", "two"))
     torch.testing.assert_close(two, one, atol=1e-4, rtol=0)

@@ -137,3 +137,11 @@ assert codes == [0]
 assert not left_behind(), left_behind()
 """)
     assert (run_dir(tmp_path) / "model.pt").exists()
+
+
+def test_two_processes_forked_from_a_notebook(notebook, tmp_path: Path):
+    notebook("""
+assert main(TrainConfig(epochs=1, devices="2", strategy="ddp_fork", **SMALL)) == 0
+assert not left_behind(), left_behind()
+""")
+    assert (run_dir(tmp_path) / "model.pt").exists()

@@ -1,11 +1,13 @@
 """The recipes but the large ones: each applied to a copy of the programs and run."""
 
 import gzip
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -45,37 +47,35 @@ def write_mnist(folder: Path, separator: str = "-", zipped: bool = False) -> Pat
 
 
 @pytest.fixture(scope="module")
-def mnist(tmp_path_factory) -> Path:
-    """The programs with the recipe, beside nothing else."""
+def program(tmp_path_factory) -> Path:
     return with_recipe("mnist", tmp_path_factory.mktemp("mnist"))
 
 
-# The parts of the set, printed by the data.py of the recipe: no training, and no module of another test's.
-PARTS = """
-import json, sys, data
-parts = data.build_datasets("mnist", sys.argv[1], augment=False)
-test = parts["test"]
-print(json.dumps({"sizes": {name: len(part) for name, part in parts.items()}, "targets": test.targets.tolist(),
-                  "classes": [part.num_classes for part in parts.values()],
-                  "grey": (255 * (test.images - test.images.min())).flatten().tolist()}))
-"""
-
-
-def read(mnist: Path, folder: Path, code: int = 0) -> subprocess.CompletedProcess:
-    (mnist / "parts.py").write_text(PARTS)
-    return run(f"{mnist}/parts.py {folder}", folder, code)
+@pytest.fixture(scope="module")
+def mnist(program: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mnist", program / "mnist.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 @pytest.mark.parametrize("separator, zipped", [("-", False), (".", True)])
-def test_mnist_files_in_any_spelling(mnist: Path, separator: str, zipped: bool, tmp_path: Path):
+def test_mnist_files_in_any_spelling(mnist: ModuleType, separator: str, zipped: bool, tmp_path: Path):
     from sklearn.datasets import load_digits
 
-    found = json.loads(read(mnist, write_mnist(tmp_path, separator, zipped)).stdout)
-    assert found["sizes"] == {"train": 1100, "val": 100, "test": 597} and found["classes"] == [10, 10, 10]
-    assert found["targets"] == load_digits().target[1200:].tolist()
-    images = load_digits().images[1200:].flatten()
-    grey = np.array(found["grey"])  # the images are normalised: equal up to a factor
-    np.testing.assert_allclose(grey * images.max() / grey.max(), images, atol=1e-3)
+    parts = mnist.build_mnist(str(write_mnist(tmp_path, separator, zipped)), augment=True)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 1100, "val": 100, "test": 597}
+    assert [part.num_classes for part in parts.values()] == [10, 10, 10]
+    images, targets = parts["test"].__getitems__(range(597))
+    assert targets.tolist() == load_digits().target[1200:].tolist()
+    grey = (images - images.min()) / (images.max() - images.min()) * 16  # they are normalised
+    np.testing.assert_allclose(grey[:, 0], load_digits().images[1200:], atol=1e-4)
+
+
+def test_classes_that_a_part_lacks_count(mnist: ModuleType, tmp_path: Path):
+    """The model has one logit per class of the whole set, whichever part it is built for."""
+    (write_mnist(tmp_path) / "t10k-labels-idx1-ubyte").write_bytes(idx(np.arange(597) % 7))
+    parts = mnist.build_mnist(str(tmp_path), augment=False)
+    assert {part.num_classes for part in parts.values()} == {10}
 
 
 ARRAY = np.ones((1200, 8, 8))
@@ -94,18 +94,19 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_mnist_file_is_named(damage: str, mnist: Path, tmp_path: Path):
+def test_damaged_mnist_file_is_named(damage: str, mnist: ModuleType, tmp_path: Path):
     write_mnist(tmp_path, zipped=(zipped := damage.endswith(".gz")))
     name = f"train-images-idx3-ubyte{'.gz' if zipped else ''}"
     (tmp_path / name).write_bytes(DAMAGE[damage])
-    assert f"ValueError: {tmp_path / name} " in read(mnist, tmp_path, code=1).stderr
+    with pytest.raises(ValueError, match=f"{name} "):
+        mnist.build_mnist(str(tmp_path), augment=False)
 
 
-def test_mnist_trains_and_is_evaluated(mnist: Path, tmp_path: Path):
+def test_mnist_trains_and_is_evaluated(program: Path, tmp_path: Path):
     files = write_mnist(tmp_path / "files")
-    run(f"{mnist}/train.py {SMALL} --epochs 1 --dataset mnist --data_dir {files}", tmp_path)
-    assert "on 597 test samples" in run(f"{mnist}/test.py --out_dir train_out", tmp_path).stdout
-    error = run(f"{mnist}/train.py --dataset mnist", tmp_path, code=2).stderr
+    run(f"{program}/train.py {SMALL} --epochs 1 --dataset mnist --data_dir {files}", tmp_path)
+    assert "on 597 test samples" in run(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+    error = run(f"{program}/train.py --dataset mnist", tmp_path, code=2).stderr
     assert "--data_dir" in error and "train-images-idx3-ubyte is missing" in error
 
 
