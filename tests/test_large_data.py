@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import LONG, ON_2, assert_same_run, diffs, edited, interrupt, kill_group, run, run_dir, weights
+from lightning.fabric import Fabric
 from PIL import Image
+
+from config import TrainConfig
 
 DIFFS = {re.search(r'if name == "(\w+)"', diff)[1]: diff for diff in diffs("recipes/data.md")}
 NAMES = sorted(DIFFS)
@@ -88,44 +92,49 @@ def test_the_page_has_five_diffs():
 def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Path):
     scale = {"lines": 16, "stream": 16}.get(name, 255)
     for split in ("val", "test"):
-        part = data.build_datasets(name, str(files), 42)[split]
+        part = data.build_datasets(name, str(files))[split]
         order = np.random.default_rng(0).permutation(SIZES[split])
-        assert len(part) == SIZES[split] and getattr(part, "num_classes", 10) == 10
+        assert len(part) == SIZES[split] and part.num_classes == 10
         images, targets = data.MicroBatches(part, 42)[0, order]
         assert images.dtype == torch.float32 and targets.dtype == torch.int64
         expected = torch.from_numpy(np.load(files / f"{split}_images.npy")[order])
         torch.testing.assert_close(images * scale, expected.float())
         assert targets.tolist() == np.load(files / f"{split}_targets.npy")[order].tolist()
-        torch.testing.assert_close(torch.as_tensor(part[0][0]), data.MicroBatches(part, 42)[0, np.array([0])][0][0])
+        torch.testing.assert_close(torch.as_tensor(part[int(order[0])][0]), images[0])
 
 
-def load(data, name, files, rank=0, world_size=1, num_workers=0, first_step=0) -> list[tuple[list, list]]:
-    """The micro-batches of a rank in two epochs of 9 steps of 64 samples, 4 micro-batches each."""
-    train = data.build_datasets(name, str(files), 42)["train"]
+def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0) -> list[tuple[list, list]]:
+    """The micro-batches of a rank in an epoch of 9 steps of 64 samples, 4 micro-batches each."""
+    train = data.build_datasets(name, str(files))["train"]
     train[0]  # as the training process does before it starts workers
-    cls = data.StreamSampler if name == "stream" else data.TrainSampler
-    sampler = cls(len(train), 9, 2, 64, 16, rank, world_size, 42)
-    sampler.first_step = first_step
-    loader = data.build_loader(train, sampler, 42, num_workers, pin_memory=False)
-    return [(images.tolist(), targets.tolist()) for images, targets in loader]
+    sampler = data.TrainSampler(len(train), 9, 64, 16, rank, world_size, 42)
+    sampler.epoch, sampler.step = epoch, step
+    with ExitStack() as resources:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        loader = data.build_loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
+        return [(images.tolist(), targets.tolist()) for images, targets in loader]
 
 
 def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(name: str, data, files: Path):
-    alone = load(data, name, files)
-    assert len(alone) == 72
+    alone = load(data, name, files, epoch=1)
+    assert len(alone) == 36
     for rank in range(2):
-        assert load(data, name, files, rank, 2, num_workers=2) == alone[rank::2]
-    assert load(data, name, files, num_workers=2, first_step=11) == alone[44:]
+        assert load(data, name, files, 1, rank, 2, num_workers=2) == alone[rank::2]
+    assert load(data, name, files, 1, num_workers=2, step=2) == alone[8:]
+    assert load(data, name, files, epoch=0) != alone
     targets = np.load(files / "train_targets.npy")
-    seen = np.bincount(sum((targets for _, targets in alone[:36]), []), minlength=10)
+    seen = np.bincount(sum((targets for _, targets in alone), []), minlength=10)
     assert (abs(seen - np.bincount(targets)) <= 24).all()  # 576 of the 600, or of the stream something like them
     assert alone[0][1] != sorted(alone[0][1])  # shuffled
 
 
-def test_augmentation_follows_the_epoch(name: str, data, files: Path):
-    batches = data.MicroBatches(data.build_datasets(name, str(files), 42)["train"], 42)
-    first, again, other = (batches[epoch, np.arange(64)][0] for epoch in (0, 0, 1))
+def test_augmentation_follows_the_number_of_the_micro_batch(name: str, data, files: Path):
+    batches, plain = (
+        data.MicroBatches(data.build_datasets(name, str(files), augment)["train"], 42) for augment in (True, False)
+    )
+    first, again, other = (batches[number, np.arange(64)][0] for number in (0, 0, 1))
     assert torch.equal(first, again)
+    assert torch.equal(plain[0, np.arange(64)][0], plain[1, np.arange(64)][0])
     if name in ("folder", "mapped"):
         changed = [i for i in range(64) if not torch.equal(first[i], other[i])]
         assert 16 < len(changed) < 48
@@ -134,7 +143,7 @@ def test_augmentation_follows_the_epoch(name: str, data, files: Path):
 
 def test_a_worker_that_is_not_forked_gets_no_data(name: str, data, files: Path):
     """It gets the dataset pickled: after a first sample was taken, and without its arrays."""
-    train = data.build_datasets(name, str(files), 42)["train"]
+    train = data.build_datasets(name, str(files))["train"]
     train[0]
     pickled = pickle.dumps(train)
     assert len(pickled) < 10_000 or name == "folder"  # 38,400 bytes are the images; a folder sends its file names

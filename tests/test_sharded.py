@@ -1,217 +1,137 @@
-"""--strategy model_parallel: weights, gradients and optimizer are spread over the processes (FSDP2 on the CPU)."""
+"""recipes/sharded.patch: weights, gradients and optimizer spread over the processes (FSDP2, here on CPUs)."""
 
 import json
 import re
-import resource
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
-    LONG,
-    ON_2,
-    SMALL,
     assert_same_run,
     assert_same_training,
-    children,
     copied,
-    diffs,
-    edited,
     interrupt,
     kill_group,
     newest,
+    replaced,
     run,
     run_dir,
-    start,
-    truncate,
-    wait_for,
     weights,
 )
-from torch.distributed.checkpoint import FileSystemReader
+from test_recipes import with_recipe
 
 from model import Model
-from utils import is_whole
 
-SHARDED = "--devices 2 --strategy model_parallel"
-# Each optimizer step of LONG is two micro-batches, of 64; here four, so that up to four processes can share them.
-FOUR = LONG.replace("--micro_batch_size 32", "--micro_batch_size 16").replace("--epochs 30", "--epochs 4")
+# Two epochs of 8 steps, each step four micro-batches, saved every second step.
+RUN = (
+    "train.py --accelerator cpu --epochs 2 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 1 "
+    "--width 4 --micro_batch_size 16 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
+)
+ON_1, SHARDED = "--devices 1 --strategy auto", "--devices 2 --strategy model_parallel"
+OPTIMIZER = "torch.optim.AdamW(model.parameters(),"
+TWO_GROUPS = """torch.optim.AdamW([
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+    ],"""
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def program(tmp_path_factory) -> Path:
+    """The recipe, with two groups of parameters, in another order than the model's."""
+    program = with_recipe("sharded", tmp_path_factory.mktemp("program"))
+    return replaced(program, "train.py", OPTIMIZER, TWO_GROUPS)
+
+
+@pytest.fixture(scope="module")
+def alone(program: Path, tmp_path_factory) -> Path:
+    """Where one process has trained, without shards."""
+    cwd = tmp_path_factory.mktemp("alone")
+    (cwd / "output").write_text(run(f"{program}/{RUN}", cwd).stdout)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def whole(program: Path, tmp_path_factory) -> Path:
     """Where a sharded run was never interrupted."""
     cwd = tmp_path_factory.mktemp("whole")
-    run(f"{FOUR} {SHARDED}", cwd)
+    (cwd / "output").write_text(run(f"{program}/{RUN} {SHARDED}", cwd).stdout)
     return cwd
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Where one process ran, without sharding."""
-    cwd = tmp_path_factory.mktemp("alone")
-    run(FOUR, cwd)
-    return cwd
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """Where a sharded run was killed in the middle of an epoch. To be copied."""
+def killed(program: Path, tmp_path_factory) -> Path:
+    """Where a sharded run was killed in the middle of an epoch."""
     cwd = tmp_path_factory.mktemp("killed")
-    assert interrupt(f"{FOUR} {SHARDED}", cwd, kill_group).returncode == -signal.SIGKILL
+    assert interrupt(f"{program}/{RUN} {SHARDED}", cwd, kill_group, after=0).returncode == -signal.SIGKILL
     return cwd
 
 
-def test_weights_are_those_of_ddp_and_of_one_process(whole, alone, tmp_path):
-    run(f"{FOUR} {ON_2}", tmp_path)
+def test_trains_as_one_process_does_and_holds_half_of_it(alone: Path, whole: Path):
     assert_same_training(whole, alone)
-    assert_same_training(whole, tmp_path)
+    Model((1, 8, 8), 10, width=4).load_state_dict(weights(whole))
+    sizes = [[float(size) for size in re.findall(r"(?:weights|optimizer) ([\d.]+) MB", (cwd / "output").read_text())]
+             for cwd in (alone, whole)]  # fmt: skip
+    assert sizes[1] == pytest.approx([size / 2 for size in sizes[0]], rel=0.05) and len(sizes[0]) == 2
 
 
-def test_final_weights_are_whole_and_plain(whole):
-    saved = weights(whole)
-    assert all(type(tensor) is torch.Tensor for tensor in saved.values())
-    Model((1, 8, 8), 10, width=4).load_state_dict(saved)
-
-
-def test_resumes_bit_identical(whole, killed, tmp_path):
+def test_killed_and_resumed_is_the_same_run(program: Path, whole: Path, killed: Path, tmp_path: Path):
     cwd = copied(killed, tmp_path)
-    assert not (run_dir(cwd) / "checkpoints" / "best.ckpt").is_symlink()  # as many ways to copy follow the link
-    run("train.py --resume auto", cwd)
+    run(f"{program}/train.py --resume auto", cwd)
     assert_same_run(cwd, whole)
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [
-        "--devices 1 --strategy auto",
-        "--devices 2 --strategy ddp",
-        "--devices 4 --strategy model_parallel",
-    ],
-)
-def test_resumes_on_other_devices(whole, killed, tmp_path, devices):
+@pytest.mark.parametrize("devices", [ON_1, "--devices 1"])
+def test_goes_on_in_one_process(program: Path, alone: Path, killed: Path, devices: str, tmp_path: Path):
+    """Without shards, and with one."""
     cwd = copied(killed, tmp_path)
-    run(f"train.py --resume auto {devices}", cwd)
-    assert_same_training(cwd, whole)
+    run(f"{program}/train.py --resume auto {devices}", cwd)
+    assert_same_training(cwd, alone)
 
 
-def test_a_run_that_was_not_sharded_goes_on_sharded(alone, tmp_path):
-    interrupt(FOUR, tmp_path, kill_group)
-    run(f"train.py --resume auto {SHARDED}", tmp_path)
+def test_goes_on_sharded(program: Path, alone: Path, tmp_path: Path):
+    """A run that began in one process, without shards."""
+    run(f"{program}/{RUN} --epochs 1", tmp_path)
+    run(f"{program}/train.py --resume auto --epochs 2 {SHARDED}", tmp_path)
     assert_same_training(tmp_path, alone)
 
 
-def test_goes_on_from_before_the_first_step(whole, tmp_path):
-    """The first checkpoint has no state of the optimizer: to ask a sharded one for it would be a step."""
-    process = start(f"{FOUR} {SHARDED} --checkpoint_frequency 3", tmp_path)
-    wait_for(lambda: [*tmp_path.glob("2*/checkpoints/step-00000000.ckpt")])
-    kill_group(process)
-    process.communicate()
-    assert newest(tmp_path) == 0
-    run("train.py --resume auto", tmp_path)
-    torch.testing.assert_close(weights(tmp_path), weights(whole), atol=0, rtol=0)
+def test_an_optimizer_without_state(tmp_path: Path):
+    """SGD without momentum: begins sharded, goes on sharded or not."""
+    program = with_recipe("sharded", tmp_path / "program")
+    replaced(program, "train.py", OPTIMIZER, "torch.optim.SGD(model.parameters(), lr=1,")
+    replaced(program, "train.py", "fused=fused", "fused=False")  # for shards torch has no fused SGD
+    command = f"{program}/{RUN} --base_lr 0.5"
+    for name in ("alone", "began"):
+        (tmp_path / name).mkdir()
+    run(command, tmp_path / "alone")
+    run(f"{command} --epochs 1 {SHARDED}", tmp_path / "began")
+    for name, devices in (("on_1", ON_1), ("on_2", "")):
+        (tmp_path / name).mkdir()
+        cwd = copied(tmp_path / "began", tmp_path / name)
+        run(f"{program}/train.py --resume auto --epochs 2 {devices}", cwd)
+        assert_same_training(cwd, tmp_path / "alone")
 
 
-def test_keeps_the_newest_checkpoints_and_the_best(tmp_path):
-    """A directory has one name only, so best.ckpt is a symbolic link, and what it shows stays. Here the first epoch is
-    the best, and is saved for that alone: a checkpoint is due every second epoch."""
-    options = "--checkpoint_frequency 2 --num_checkpoint_keep 1 --monitor train/loss --monitor_mode max"
-    run(f"{FOUR} {SHARDED} {options}", tmp_path)
-    folder = run_dir(tmp_path) / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["best-00000008.ckpt", "best.ckpt", "step-00000032.ckpt"]
-    assert (folder / "best.ckpt").resolve() == folder / "best-00000008.ckpt" and is_whole(folder / "best.ckpt")
+def test_evaluation_is_that_of_one_process(program: Path, alone: Path, whole: Path):
+    reports = []
+    for cwd, devices in ((alone, ""), (whole, SHARDED)):
+        run(f"{program}/test.py --out_dir train_out --accelerator cpu {devices}", cwd)
+        reports.append(json.loads((run_dir(cwd) / "test_test_best.json").read_text()))
+    assert reports[1]["accuracy"] == reports[0]["accuracy"]
+    assert reports[1]["loss"] == pytest.approx(reports[0]["loss"], abs=1e-5)
 
 
-def lose_a_part(path):
-    (path / "__1_0.distcp").unlink()
+def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
+    program = with_recipe("sharded", tmp_path / "program")
+    broken = "        bar.update()\n        if rank == 1 and step == 3:\n            break_it(model)\n"
+    replaced(program, "train.py", "        bar.update()\n", broken)
+    breaking = "def break_it(model):\n    next(model.parameters()).detach().to_local().fill_(math.nan)\n\n\ndef train("
+    replaced(program, "train.py", "def train(", breaking)
+    done = run(f"{program}/{RUN} {SHARDED}", tmp_path, code=1)
+    assert "the weights are not finite after step 4" in done.stderr
+    assert newest(tmp_path) == 2
 
 
-def flip_a_bit(path):
-    parts = FileSystemReader(path).read_metadata().storage_data.values()
-    largest = max(parts, key=lambda part: part.length)
-    with open(path / largest.relative_path, "r+b") as file:
-        file.seek(largest.offset + largest.length // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
-
-
-def truncate_a_part(path):
-    truncate(path / "__0_0.distcp")
-
-
-def lose_the_values(path):
-    (path / "meta.pt").unlink()
-
-
-@pytest.mark.parametrize("damage", [lose_a_part, flip_a_bit, truncate_a_part, lose_the_values])
-def test_a_damaged_checkpoint_is_not_whole(whole, tmp_path, damage):
-    path = Path(shutil.copytree(run_dir(whole) / "checkpoints" / "step-00000032.ckpt", tmp_path / "step"))
-    assert is_whole(path)
-    damage(path)
-    assert not is_whole(path)
-
-
-def test_a_damaged_checkpoint_is_skipped(killed, whole, tmp_path):
-    cwd = copied(killed, tmp_path)
-    step = newest(cwd)
-    flip_a_bit(run_dir(cwd) / "checkpoints" / f"step-{step:08d}.ckpt")
-    done = run("train.py --resume auto", cwd)
-    assert f"step-{step:08d}.ckpt: it is damaged" in done.stderr
-    assert_same_run(cwd, whole)
-
-
-def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
-    def fill(process) -> None:  # no file may grow beyond 5 kB
-        for pid in (process.pid, *children(process.pid)):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (5000, 5000))
-
-    done = interrupt(f"{FOUR} {SHARDED}", tmp_path, fill)
-    assert done.returncode == 1
-    line = done.stderr.strip().splitlines()[-1]
-    assert f"--resume {run_dir(tmp_path).name}" in line and "Traceback" not in done.stderr
-    assert all(is_whole(path) for path in tmp_path.glob("*/checkpoints/*.ckpt"))
-    run("train.py --resume auto", tmp_path)
-    assert_same_run(tmp_path, whole)
-
-
-def test_evaluation_reads_a_sharded_run(whole, alone, tmp_path):
-    """On one process and sharded again: what the run on one process gave."""
-    run(f"test.py --out_dir {run_dir(alone)}", tmp_path)
-    expected = json.loads((run_dir(alone) / "test_results.json").read_text())
-    cwd = copied(whole, tmp_path)
-    for devices in ("--devices 1", SHARDED):
-        run(f"test.py --out_dir train_out --accelerator cpu {devices}", cwd)
-        results = json.loads((run_dir(cwd) / "test_results.json").read_text())
-        assert results["accuracy"] == expected["accuracy"]
-        assert results["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-
-
-def test_each_process_holds_its_share(tmp_path):
-    """Weights and optimizer take half the memory on two processes."""
-    options = f"train.py {SMALL} --width 16 --epochs 1 --logger_name csv --checkpoint_frequency None"
-    numbers = [
-        [float(number) for number in re.findall(r"(?:weights|optimizer) ([\d.]+) MB", run(command, tmp_path).stdout)]
-        for command in (options, f"{options} {SHARDED}")
-    ]
-    assert numbers[0][1] == pytest.approx(2 * numbers[0][0], rel=0.02)  # AdamW has two numbers for each weight
-    assert numbers[1] == pytest.approx([number / 2 for number in numbers[0]], rel=0.05)
-
-
-def test_compiles_in_bf16(tmp_path):
-    options = f"{SMALL} --epochs 1 --limit_train_batches 2 --logger_name csv"
-    run(f"train.py {options} {SHARDED} --compile --precision bf16-true", tmp_path)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in weights(tmp_path).values())
-
-
-@pytest.mark.parametrize("diff", diffs("recipes/README.md"))
-def test_less_is_sharded_or_kept(whole, tmp_path, diff):
-    """ZeRO-2, and activations computed again: the same training."""
-    program = edited(diff, tmp_path) / "train.py"
-    run(f"{program} {FOUR.removeprefix('train.py')} {SHARDED}", tmp_path)
-    assert_same_training(tmp_path, whole)
-
-
-def test_dp_says_what_to_use(tmp_path):
-    assert "use ddp" in run(f"train.py {SMALL} --strategy dp", tmp_path, code=2).stderr
+def test_the_core_says_where_sharding_is(tmp_path: Path):
+    for strategy in ("model_parallel", "fsdp"):
+        assert "recipes/README.md" in run(f"train.py --strategy {strategy}", tmp_path, code=2).stderr
