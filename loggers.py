@@ -32,8 +32,8 @@ class CSVLogger:
         self.path.parent.mkdir(exist_ok=True)
         if self.path.exists():
             with open(self.path, newline="", errors="replace") as file:
-                rows = [row for row in csv.DictReader(file) if (row.get("step") or "").isdecimal()]
-        self.write([row for row in rows if int(row["step"]) <= last_step])
+                rows = [row for row in csv.DictReader(file) if None not in row.values()]  # one may be cut
+        self.write([row for row in rows if row["step"].isdecimal() and int(row["step"]) <= last_step])
 
     def write(self, rows: list[dict]) -> None:
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))
