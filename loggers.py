@@ -33,7 +33,7 @@ class CSVLogger:
         if self.path.exists():
             with open(self.path, newline="", errors="replace") as file:
                 rows = [row for row in csv.DictReader(file) if None not in row.values()]  # one may be cut
-        self.write([row for row in rows if row["step"].isdecimal() and int(row["step"]) <= last_step])
+        self.write([row for row in rows if str(row.get("step")).isdecimal() and int(row["step"]) <= last_step])
 
     def write(self, rows: list[dict]) -> None:
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))

@@ -136,7 +136,8 @@ def two_saves(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "change", ["os.rename config.yaml.tmp 1", "os.rename checkpoint.tmp 1", "os.remove step 1", "os.rename model.pt 1"]
+    "change",
+    ["os.rename config.yaml 1", "os.rename metrics.csv 1", "os.rename checkpoint.tmp 1", "os.remove step 1"],
 )
 def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, change: str):
     """Also not the best: once a step has a checkpoint of its own, it is the best, too, if it was."""
@@ -152,23 +153,14 @@ def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, 
     assert not [*run_dir(cwd).glob("**/*.tmp")]
 
 
-def test_what_a_kill_has_left_half_written_is_removed(killed, tmp_path):
-    cwd = copied(killed, tmp_path)
-    for name in ("checkpoints/checkpoint.tmp", "checkpoints/best.tmp", "config.yaml.tmp", "logs/csv/metrics.csv.tmp"):
-        (run_dir(cwd) / name).write_bytes(b"half")
-    run("train.py --resume auto", cwd)
-    assert not [*run_dir(cwd).glob("**/*.tmp")]
-
-
-@pytest.mark.parametrize("length", [1, 20])
-def test_a_row_of_the_log_that_was_cut_is_written_again(whole, tmp_path, length: int):
-    """As on a full disk: the row of step 240 begins with a 2, and so does that of step 2."""
+def test_a_row_of_the_log_that_was_cut_is_written_again(whole, tmp_path):
+    """As a full disk may cut it: of the row of step 240 there is a 2, and that is no row of step 2."""
     cwd = copied(whole, tmp_path)
     (run_dir(cwd) / "model.pt").unlink()
     (run_dir(cwd) / "checkpoints" / "step-00000240.ckpt").unlink()
     log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
     *lines, last = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines) + last[:length])
+    log.write_text("".join(lines) + last[:1])
     run("train.py --resume auto", cwd)
     assert_same_run(cwd, whole)
 
@@ -197,16 +189,17 @@ def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(whole, tmp_path
     assert_same_training(tmp_path, whole)
 
 
+DIES_AT_THE_END = """
+        import os, time
+        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(0.1)
+            if rank == 1 and (run.path / "model.pt").exists():
+                os.kill(os.getpid(), 9)
+"""
+
+
 def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trained_twice(tmp_path):
-    repo = replaced(
-        tmp_path / "repo",
-        "train.py",
-        'run.finish("model")\n',
-        'run.finish("model")\n        import os, time\n'
-        '        while not (run.path / "model.pt").exists():\n            time.sleep(0.1)\n'
-        '        if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n            os.kill(os.getpid(), 9)\n'
-        '        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n            time.sleep(1)  # torchrun ends it\n',
-    )
+    repo = replaced(tmp_path / "repo", "train.py", 'run.finish("model")\n', f'run.finish("model")\n{DIES_AT_THE_END}')
     cwd = tmp_path / "run"
     cwd.mkdir()
     command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {repo}/train.py {SMALL} --resume auto"
@@ -223,9 +216,11 @@ def test_torchrun_with_restarts_but_without_the_variable_that_they_need_warns_in
 
 
 def test_the_documented_commands_with_restarts_set_the_variable():
-    for path in (*REPO.glob("*.md"), *REPO.glob("recipes/*")):
-        for command in re.findall(r"^.*torchrun .*--max-restarts.*$", path.read_text(), re.MULTILINE):
-            assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command, f"{path.name}: {command}"
+    pages = [path.read_text().replace("\\\n", "") for path in (*REPO.glob("*.md"), *REPO.glob("recipes/*"))]
+    commands = [
+        line for page in pages for line in page.splitlines() if re.search("torchrun .*--max-restarts .*train", line)
+    ]
+    assert commands and all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command for command in commands)
 
 
 def test_no_process_outlives_torchrun(tmp_path):
@@ -241,13 +236,12 @@ def test_no_process_outlives_torchrun(tmp_path):
 # ---- dead, failing and frozen ranks
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_no_process_outlives_rank_0(is_frozen: bool, tmp_path):
+def test_no_process_outlives_rank_0(tmp_path):
+    """It has launched the others, of which one is frozen."""
     process, pids = started(tmp_path, f"{ON_2} --num_workers 1")
-    assert len(pids) >= 6
-    if is_frozen:
-        (rank_1,) = [pid for pid in children(process.pid) if children(pid)]
-        os.kill(rank_1, signal.SIGSTOP)
+    assert len(pids) >= 6  # two ranks with two workers each
+    (rank_1,) = [pid for pid in children(process.pid) if children(pid)]
+    os.kill(rank_1, signal.SIGSTOP)
     process.kill()
     end_of(process, pids)
     assert process.returncode == -signal.SIGKILL
@@ -365,10 +359,10 @@ class Forged:
         return os.mkdir, ("code-was-run",)
 
 
-def test_a_forged_checkpoint_runs_no_code(killed, tmp_path):
+def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path):
     """Neither a file nor a directory of torch.distributed.checkpoint, whose .metadata is a pickle."""
     cwd = copied(killed, tmp_path)
-    *_, older, file, directory = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
+    *_, file, directory = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
     torch.save(torch.load(file, weights_only=True) | {"forged": Forged()}, file)
     directory.unlink()
     directory.mkdir()
@@ -377,7 +371,7 @@ def test_a_forged_checkpoint_runs_no_code(killed, tmp_path):
         error = run(f"test.py --out_dir train_out --checkpoint {path}", cwd, code=2 if path.is_dir() else 1).stderr
         assert "Traceback" not in error and f"--checkpoint {path}" in error
     done = run("train.py --resume auto", cwd)
-    assert f"resumed from {older.relative_to(cwd)}" in done.stdout
+    assert_same_run(cwd, whole)
     assert f"{file.name}: it is damaged" in done.stderr and f"{directory.name}: it is damaged" in done.stderr
     assert {path.name for path in file.parent.glob("*.damaged")} == {
         f"{file.name}.damaged",

@@ -132,6 +132,30 @@ def test_a_launcher_from_outside_gives_one_run_with_the_same_weights(runs, launc
     torch.testing.assert_close(weights(runs(launcher)), weights(runs("2 processes")), atol=0, rtol=0)
 
 
+# Fabric's dp with the CPU as its one device; train.py --strategy dp refuses a CPU.
+DP = """
+import sys
+sys.path.insert(0, {repo!r})
+import torch, train
+from cli import parse_train
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DataParallelStrategy
+
+strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
+train.build_fabric = lambda config: Fabric(accelerator="cpu", devices=1, strategy=strategy)
+sys.exit(train.main(parse_train(sys.argv[1:])))
+"""
+
+
+def test_dp_trains_like_1_process(runs, tmp_path):
+    """As far as it can be seen without GPUs. Its all_reduce takes the mean over the elements of a tensor."""
+    (tmp_path / "dp.py").write_text(DP.format(repo=str(REPO)))
+    (tmp_path / "cwd").mkdir()
+    done = run(f"{tmp_path}/dp.py {MICRO_32}", tmp_path / "cwd")
+    assert "no_backward_sync" not in done.stderr  # Fabric warns where it cannot be left out
+    assert_same_training(Run(done.stdout, done.stderr, tmp_path / "cwd"), runs("1 process"))
+
+
 # ---- learning
 
 
