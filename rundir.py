@@ -25,6 +25,7 @@ from loggers import LOGGERS, atomically
 from utils import SHARED, differing_rank, on_rank_zero
 
 PLAIN = (int, float, str, bool, type(None))
+SETTINGS = (*PLAIN, tuple)  # of an optimizer
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
@@ -72,7 +73,7 @@ class RunDir:
         self.path, self.lock, self.loggers, self.damaged = None, None, [], []
         fabric.strategy.checkpoint_io = DirectCheckpointIO()
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
-        self.settings = {name: [{k: v for k, v in group.items() if type(v) in PLAIN} for group in value.param_groups]
+        self.settings = {name: [{k: v for k, v in group.items() if type(v) in SETTINGS} for group in value.param_groups]
                          for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}  # fmt: skip
         check_plain("state", state)
         resources.push(self.close)
@@ -187,7 +188,8 @@ class RunDir:
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:
         """Writes a checkpoint, step-*.ckpt where `is_regular`, best.ckpt where `is_best`, and deletes all step-*.ckpt
         but the newest `num_checkpoint_keep`. Raises RunError for a state that cannot be loaded, or is not finite."""
-        if self.config.fast_run:
+        is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
+        if self.config.fast_run or not (is_regular or is_best):
             return
         check_plain("state", self.state)
         modules = [value for value in self.state.values() if isinstance(value, nn.Module)]

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     CONFIG = cli.options(cli.parse_train)  # before the heavy imports: --help and a mistyped option answer at once
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import islice
 
@@ -175,7 +175,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             # By the number of the micro-batch in the whole run: the same dropout on any number of devices.
             seed(((step - 1) * grad_accum_steps + micro_step) * world_size + rank)
             # The ranks exchange gradients once per step, during the last backward.
-            with fabric.no_backward_sync(model, enabled=micro_step < grad_accum_steps - 1):
+            with (
+                fabric.no_backward_sync(model)
+                if world_size > 1 and micro_step < grad_accum_steps - 1
+                else nullcontext()
+            ):
                 values, _, _ = compute_loss(model, batch, config)
                 fabric.backward(values["loss"] / grad_accum_steps if grad_accum_steps > 1 else values["loss"])
             sums.add(values)
@@ -211,7 +215,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             table_row = {"epoch": step / steps_per_epoch, "step": step, "lr": lr} | row | means
             echo(utils.format_row(table_row.get(name, "") for name in columns))
         run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
-        if is_save_step or is_over or (is_best and intervals[2] < math.inf):
+        if is_save_step or is_over or is_best:
             run.save(step, is_save_step or is_over, is_best)
         if step == first_step:
             echo(utils.memory(state, device) + "\n" + utils.format_row(columns))

@@ -180,8 +180,10 @@ class Sums:
         """Brings what was added, summed over the ranks, to the host. Needed before `take`, and before a save."""
         if self.added:
             weight = torch.zeros((), dtype=self.dtype, device=self.fabric.device) + self.weight
-            sums = self.fabric.all_reduce(torch.stack([*self.added.values(), weight]), reduce_op="sum").tolist()
-            sums = dict(zip([*self.added, None], sums, strict=True))  # the weight under None
+            sums = torch.stack([*self.added.values(), weight])
+            if self.fabric.world_size > 1:  # with dp, it would be the mean of the elements
+                sums = self.fabric.all_reduce(sums, reduce_op="sum")
+            sums = dict(zip([*self.added, None], sums.tolist(), strict=True))  # the weight under None
             for window, before in self.windows.items():
                 self.windows[window] = {name: before.get(name, 0.0) + value for name, value in sums.items()}
             self.added, self.weight = {}, 0

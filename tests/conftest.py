@@ -144,6 +144,13 @@ def assert_same_run(cwd: Path, other: Path) -> None:
     assert history(cwd) == history(other)
 
 
+def assert_same_best(cwd: Path, other: Path) -> None:
+    """best.ckpt is of the same step, with the same weights."""
+    ours, theirs = (torch.load(run_dir(path) / "checkpoints" / "best.ckpt", weights_only=True) for path in (cwd, other))
+    assert ours["step"] == theirs["step"]
+    torch.testing.assert_close(ours["model"], theirs["model"], atol=0, rtol=0)
+
+
 def assert_same_training(cwd: Path, other: Path) -> None:
     """Weights that agree up to the rounding of a sum, and each step once in the logs."""
     torch.testing.assert_close(weights(cwd), weights(other), atol=1e-5, rtol=0)
@@ -218,10 +225,3 @@ def finished(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("finished")
     run(f"train.py {SMALL}", cwd)
     return run_dir(cwd)
-
-
-def assert_same_best(cwd: Path, other: Path) -> None:
-    """best.ckpt is of the same step, with the same weights."""
-    ours, theirs = (torch.load(run_dir(path) / "checkpoints" / "best.ckpt", weights_only=True) for path in (cwd, other))
-    assert ours["step"] == theirs["step"]
-    torch.testing.assert_close(ours["model"], theirs["model"], atol=0, rtol=0)

@@ -6,9 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,9 +23,6 @@ from conftest import (
     truncate,
     wait_for,
 )
-from torch.distributed import TCPStore
-
-from utils import fresh_store
 
 HOSTS = "recipes/two_hosts.sh"
 BIN = Path(sys.executable).parent
@@ -92,7 +86,7 @@ def test_a_signal_stops_two_hosts_together_and_they_go_on(whole, tmp_path):
     process = start(command, tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
     os.kill(pids(process, 1)[0], signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     done = subprocess.CompletedProcess(command, process.returncode, out, err)
     assert_stopped_and_saved(done, tmp_path)
     run(command, tmp_path)
@@ -126,7 +120,7 @@ def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
     error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {options}", tmp_path, code=2).stderr
     for line in last_lines(error):
         assert "rank 1 on host1 " in line
-        assert ("does not see" if differs == "checkpoint" else "has other options") in line
+        assert ("does not see" if differs == "checkpoint" else "has other files or options") in line
     assert len(last_lines(error)) == 2
     assert snapshot(tmp_path) == before
 
@@ -146,32 +140,16 @@ def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, t
 # ---- elastic
 
 
-def test_ranks_that_start_again_agree_on_a_new_part_of_the_store(monkeypatch):
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-
-    def member(rank: int, late: float) -> None:
-        time.sleep(late)
-        store = fresh_store(rank, 3, timedelta(seconds=20))
-        store.add("members", 1)
-        time.sleep(1)  # until all are there
-        assert store.add("members", 0) == 3
-
-    with ThreadPoolExecutor(3) as pool:
-        for late in ((0, 0, 0), (0, 0, 0.5), (0.5, 0, 0)):
-            list(pool.map(member, range(3), late))
-
-
 def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_path):
-    process = start(f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 60 --resume auto", tmp_path)
+    command = f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 60 --resume auto"
+    process = start(command, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
     os.kill(pids(process, 1)[-1], signal.SIGKILL)
     step = newest(tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > step + 8)
     for pid in pids(process, 1):
         os.kill(pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGKILL, err  # of host 1; host 0 has ended well
     equations = re.findall(r"64 = (\d) process", out)
     assert equations == ["2", "2", "1"]

@@ -15,8 +15,8 @@ from config import ConfigError, TrainConfig
 
 SMALL = dict(accelerator="cpu", limit_train_batches=4, limit_val_batches=1, width=4)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-own_handler = lambda number, frame: None
-signal.signal(signal.SIGUSR1, own_handler)
+signal.signal(signal.SIGUSR1, lambda number, frame: None)
+sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))  # workers that are left would hold up the exit
 
 def state():
     children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
