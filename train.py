@@ -174,12 +174,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             batch = timer.next(batches)
             # By the number of the micro-batch in the whole run: the same dropout on any number of devices.
             seed(((step - 1) * grad_accum_steps + micro_step) * world_size + rank)
-            # The ranks exchange gradients once per step, during the last backward.
-            with (
-                fabric.no_backward_sync(model)
-                if world_size > 1 and micro_step < grad_accum_steps - 1
-                else nullcontext()
-            ):
+            is_synced = world_size == 1 or micro_step == grad_accum_steps - 1  # once a step, during the last backward
+            with nullcontext() if is_synced else fabric.no_backward_sync(model):
                 values, _, _ = compute_loss(model, batch, config)
                 fabric.backward(values["loss"] / grad_accum_steps if grad_accum_steps > 1 else values["loss"])
             sums.add(values)

@@ -229,12 +229,10 @@ LATE = {
     "train.py --effective_batch_size 63 --devices 2": ["--effective_batch_size", "62 or 64"],
     "train.py --effective_batch_size 64 --micro_batch_size 24": ["micro_batch_size", "48 or 72"],
     "train.py --effective_batch_size 2000": ["--effective_batch_size", "1217"],
-    "train.py --monitor val/f1": ["--monitor val/f1", "train/loss, val/loss, val/accuracy"],
     "train.py --monitor val/f1 --num_sanity_val_steps 0": ["--monitor val/f1", "train/loss, val/loss, val/accuracy"],
     "train.py --limit_val_batches 0": ["--monitor val/accuracy", "choose from train/loss"],
     "train.py --strategy dp": ["--strategy dp", "ddp"],  # Fabric would silently take ddp instead
     "train.py --precision 16-mixed": ["--precision", "16-mixed"],
-    "train.py --precision 16-true": ["--precision", "16-true"],
     "train.py --accelerator gpu --devices 99": ["--accelerator", "--devices", "99"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],

@@ -57,12 +57,10 @@ def test_a_dataset_of_dicts(program: Path, cwd: Path):
     assert "on 380 test samples" in report.stdout
 
 
-@pytest.mark.parametrize("sample, names", [("image, target, index, 1.0", "images, targets, _, _"),
-                                           ("[image, [target, index]]", "images, (targets, _)")])  # fmt: skip
-def test_a_dataset_of_tuples_of_any_length(sample: str, names: str, program: Path, cwd: Path):
-    with_samples(program, sample)
-    replaced(program, "train.py", "image, _ = dataset[0]", "image = dataset[0][0]")
-    replaced(program, "train.py", "images, targets = batch", f"{names} = batch")
+def test_a_dataset_of_tuples_of_any_length(program: Path, cwd: Path):
+    with_samples(program, "image, [target, index], 1.0")
+    replaced(program, "train.py", "image, _ = dataset[0]", "image, _, _ = dataset[0]")
+    replaced(program, "train.py", "images, targets = batch", "images, (targets, _), _ = batch")
     assert "finished after 2 of 2 steps" in run(f"{program}/train.py --accelerator cpu --fast_run", cwd).stdout
 
 
@@ -82,7 +80,6 @@ def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Pa
     [
         ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ""),
         ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ON_2),
-        ("data.py", "dy, dx = torch", "dx = torch", "NameError: name 'dy' is not defined", ""),
         ("data.py", "num_classes, self.shift = images", "classes, self.shift = images", "attribute 'num_classes'", ""),
         ("train.py", "len(targets), (logits, targets)", "len(targets), (targets,)", "TypeError: ", ""),
     ],

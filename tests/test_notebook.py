@@ -16,7 +16,7 @@ from config import ConfigError, TrainConfig
 SMALL = dict(accelerator="cpu", limit_train_batches=4, limit_val_batches=1, width=4)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 signal.signal(signal.SIGUSR1, lambda number, frame: None)
-sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))  # workers that are left would hold up the exit
+sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))  # does not wait for workers that are left
 
 def state():
     children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
