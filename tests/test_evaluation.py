@@ -5,6 +5,7 @@ import csv
 import json
 import shutil
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -93,11 +94,13 @@ def test_predictions_in_the_order_of_the_dataset(last: dict, expected: tuple):
     assert [float(row["confidence"]) for row in rows] == pytest.approx(confidences, abs=1e-5)
 
 
+@pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
 def test_confusion_matrix_is_a_png(last: dict, finished: Path):
     content = (finished / "confusion_matrix.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
 
 
+@pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
 def test_a_confusion_matrix_of_256_classes_is_drawn_in_3_seconds(tmp_path: Path):
     rows = [[sample, sample, (sample + 1) % 256, 0.5] for sample in reversed(range(256))]
     began = time.process_time()
