@@ -1,7 +1,7 @@
 #!/bin/bash
 # Names N idle GPUs of this machine: no process on them, less than 5 % of their memory in use. 1 where N is not given.
 #   CUDA_VISIBLE_DEVICES=$(recipes/idle_gpus.sh 2) python train.py --accelerator cuda
-# Where there are too few it says so, and names none; `--accelerator cuda` keeps the training from going to the CPU then.
+# Where there are too few it says so and names none; with `--accelerator cuda` the training does not go to the CPU then.
 wanted=${1:-1}
 fail() {
     echo "idle_gpus.sh: $1" >&2
