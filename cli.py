@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NoReturn, get_args
@@ -212,7 +213,10 @@ def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
     if message and not is_mute:
         rank = "" if of_all_ranks else f"rank {os.environ.get('RANK') or os.environ.get('LOCAL_RANK') or 0}: "
         print(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}", file=sys.stderr)
-    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+    if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
+        if of_all_ranks:
+            with suppress(Exception):  # whoever ends first may cut what the others are still to hear
+                dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if is_mute else code)  # an orderly end would wait for the other processes, or gloo abort it

@@ -78,6 +78,7 @@ class Tries:
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self.failed.append(f"{what}: {text[:200]} ... {text[-300:] if len(text) > 200 else ''} [{cwd}]")
+            print(f"failed: {self.name}, {self.failed[-1]}", file=sys.stderr, flush=True)
         else:
             shutil.rmtree(cwd)
         finally:
@@ -115,6 +116,8 @@ def copy_of_interrupted(cwd: Path) -> Path:
 
 def curves(cwd: Path) -> dict:
     """TensorBoard's curves, without what is measured in seconds."""
+    if not (run_dir(cwd) / "logs" / "tensorboard").exists():
+        return {}
     board = read_tensorboard(run_dir(cwd))
     names = set(board.Tags()["scalars"]) - {"samples_per_second", "data_wait"}
     return {name: [(event.step, event.value) for event in board.Scalars(name)] for name in names}

@@ -284,11 +284,10 @@ def test_the_others_give_up_after_the_timeout_if_a_rank_is_frozen(rank: int, tmp
     assert_whole_checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_data_worker_that_is_frozen_or_dead_ends_the_run(number: int, tmp_path):
+def test_a_data_worker_that_dies_ends_the_run(tmp_path):
     process, pids = started(tmp_path, "--num_workers 1 --timeout 15")
     for worker in pids[1:]:
-        os.kill(worker, number)
+        os.kill(worker, signal.SIGKILL)
     *_, line = end_of(process, pids)
     assert process.returncode == 1
     assert "data worker" in line and "--num_workers" in line and "--timeout 15 seconds" in line
