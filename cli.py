@@ -125,7 +125,7 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
         raise ConfigError(f"{changed[name]}: a resume cannot change it; {run_dir} was trained with {before[name]}")
     if (run_dir / "model.pt").exists() and not changed.keys() & {*LENGTH}:
         message = f"{run_dir} is finished; for a new run give another --out_dir"
-        if changed := changed.keys() - {f.name for f in fields(MachineConfig)}:
+        if changed := [name for name in changed if name not in {f.name for f in fields(MachineConfig)}]:
             raise ConfigError(f"--{', --'.join(changed)} given, but {message}")
         say(f"nothing to do: {message}")
         sys.exit(0)

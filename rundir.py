@@ -226,9 +226,11 @@ class RunDir:
                 torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
     def close(self, kind, error: BaseException | None, trace) -> None:
-        for logger in self.loggers:
-            logger.close()
-        if self.lock:
-            self.lock.close()
+        try:
+            for logger in self.loggers:
+                logger.close()
+        finally:  # a logger may fail, say on a full disk
+            if self.lock:
+                self.lock.close()
         if error and self.loggers:
             error.add_note(f"the checkpoints are whole, go on with: python train.py --resume {self.path}")
