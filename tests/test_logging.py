@@ -28,7 +28,15 @@ def resumed(tmp_path_factory) -> Path:
     """A run with the default loggers, killed when it had logged more than it had saved, resumed and finished."""
     cwd = tmp_path_factory.mktemp("resumed")
     process = start(LONG, cwd)
-    wait_for(lambda: process.poll() is not None or (newest(cwd) and steps(run_dir(cwd))[-1] > newest(cwd) + 4))
+
+    def is_frozen_between() -> bool:
+        process.send_signal(signal.SIGSTOP)
+        if newest(cwd) and steps(run_dir(cwd))[-1] > newest(cwd):
+            return True
+        process.send_signal(signal.SIGCONT)
+        return process.poll() is not None
+
+    wait_for(is_frozen_between)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
