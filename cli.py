@@ -12,7 +12,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NoReturn, get_args
@@ -135,10 +134,8 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
 
 def parse_train(argv: list[str]) -> TrainConfig:
     """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config_path", nargs="*", default=[])
-    paths = [Path(path) for path in first.parse_known_args(argv)[0].config_path if path != "None"]
-    args = [arg for path in paths for arg in file_args(path, "--config_path")] + launcher_args() + argv
+    paths = parse(TrainConfig, argv)["config_path"] or ()
+    args = [arg for path in paths for arg in file_args(Path(path), "--config_path")] + launcher_args() + argv
     values = parse(TrainConfig, args)
     run_dir, root_dir = values["resume"], values["root_dir"]
     if run_dir == "auto":
@@ -213,10 +210,7 @@ def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
     if message and not is_mute:
         rank = "" if of_all_ranks else f"rank {os.environ.get('RANK') or os.environ.get('LOCAL_RANK') or 0}: "
         print(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}", file=sys.stderr)
-    if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
-        if of_all_ranks:
-            with suppress(Exception):  # whoever ends first may cut what the others are still to hear
-                dist.barrier()
+    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if is_mute else code)  # an orderly end would wait for the other processes, or gloo abort it

@@ -13,6 +13,9 @@ from typing import Literal, get_args, get_origin
 
 from simple_parsing import field
 
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"]
+Logger = Literal["csv", "tensorboard", "wandb"]
+
 
 class ConfigError(ValueError):
     """A mistake in the options, or in what they name. The scripts print it as one line and exit with code 2."""
@@ -44,65 +47,48 @@ class MachineConfig:
 class TrainConfig(MachineConfig):
     """Train a model; every option has a default."""
 
-    # ---- run
-    out_dir: str = "train_out"
-    """Name of the run directory; the time of the start is put before it"""
+    out_dir: str = "train_out"  # Name of the run directory; the time of the start is put before it
     comment: str | None = None  # A note kept with the run: in its config.yaml and in wandb
     project: str = "fabric-template"  # Project that the run is filed under in wandb
     seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
     resume: str | None = None  # Run directory to continue; `auto`: the newest run of this out_dir, or a new one
     config_path: tuple[str, ...] | None = None  # YAML files of options, the later wins; the command line wins over all
 
-    # ---- data and model
-    dataset: Literal["digits"] = "digits"
-    """Name of the dataset; digits ships with scikit-learn, recipes/data.md adds others"""
+    dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
     width: int = 32  # Channels of the model's first layer
     dropout: float = 0.25  # Probability of dropping a feature before the last layer
     compile: bool = False  # Compile the model with torch.compile
-    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"] = "32-true"
-    """Number format of everything (-true), or of the arithmetic alone (-mixed)"""
+    precision: Precision = "32-true"  # Number format of everything (-true), or of the arithmetic alone (-mixed)
 
-    # ---- optimization
-    effective_batch_size: int = 64
-    """Samples per optimizer step, over all devices and micro-batches"""
+    effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
     micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
     epochs: float = 20  # Passes over the training set; fractions are allowed
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
-    lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"
-    """How the learning rate grows with effective_batch_size / base_batch_size"""
+    lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # How it grows with the effective batch size
     warmup_epochs: float = 1  # Epochs, or a fraction of one, over which the learning rate rises from zero
-    lr_schedule: Literal["cosine", "exponential", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up: cosine falls towards zero at the end"""
+    lr_schedule: Literal["cosine", "exponential", "constant"] = "cosine"  # Learning rate after the warm-up
     gamma: float = 0.95  # Factor of the exponential schedule per epoch
     weight_decay: float = 0.01  # Weight decay of AdamW
     max_grad_norm: float | None = None  # Clip the gradient's norm to this once per step; None does not clip
     early_stopping_patience: int | None = None  # Stop after so many validations without a better `monitor`
 
-    # ---- logging and validation
-    logger_name: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ("csv", "tensorboard")
-    """One or more of csv, tensorboard and wandb"""
+    logger_name: tuple[Logger, ...] = ("csv", "tensorboard")  # One or more of csv, tensorboard and wandb
     log_per_epoch: float = 1  # Times per epoch that the training loss is logged
     log_interval: int | None = None  # Steps between two logs, instead of log_per_epoch
     val_frequency: float = 1  # Epochs between two validations; fractions are allowed
     val_interval: int | None = None  # Steps between two validations, instead of val_frequency
     monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
-    monitor_mode: Literal["max", "min"] | None = None
-    """Whether `max` or `min` of `monitor` is best; None goes by its name, as far as that is clear"""
+    monitor_mode: Literal["max", "min"] | None = None  # Which of `monitor` is best; None goes by its name, if clear
 
-    # ---- checkpoints
-    checkpoint_frequency: float | None = 1
-    """Epochs between two checkpoints; 0.25 writes four per epoch, None only the last one and no best.ckpt"""
+    checkpoint_frequency: float | None = 1  # Epochs between two checkpoints; None: only the last, and no best.ckpt
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
 
-    # ---- debugging
-    fast_run: int | None = field(default=None, nargs="?", const=2)
-    """Try every part of the loop on N batches (2 where no N is given), one epoch, and write nothing"""
+    fast_run: int | None = field(default=None, nargs="?", const=2)  # Try the loop on N (2) batches, write nothing
     limit_train_batches: int | float | None = None  # Effective batches per epoch: a count (5) or a fraction (0.1)
-    limit_val_batches: int | float | None = None
-    """Validation samples: a count of effective batches (5), a fraction (0.1), or 0 for no validation"""
+    limit_val_batches: int | float | None = None  # The same of the validation set; 0 for no validation
     num_sanity_val_steps: int = 2  # Validation batches before the first step, so that mistakes show at once
     summary: bool = False  # Print the model's layers and its number of parameters
 
@@ -114,8 +100,7 @@ class TestConfig(MachineConfig):
     out_dir: str  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, or a checkpoint file
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
-    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"] | None = None
-    """Number format; None takes that of the training"""
+    precision: Precision | None = None  # Number format; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
     predictions: bool = False  # Write predictions.csv and confusion_matrix.png into the run directory
 
@@ -138,10 +123,11 @@ def problems(config: MachineConfig) -> list[str]:
         if choices and not {*(value if isinstance(value, tuple) else [value])} <= {None, *choices}:
             found.append(f"--{name} {value}: choose from {', '.join(choices)}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            limit = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
-            if not (0 < value < limit or (value == 0 and name in MAY_BE_ZERO)):
-                least = "0 or more" if name in MAY_BE_ZERO else "more than 0"
-                found.append(f"--{name} {value}: must be {least}, less than {limit}")
+            end = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
+            if not (0 < value < end or (value == 0 and name in MAY_BE_ZERO)):
+                found.append(
+                    f"--{name} {value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0 and below {end}"
+                )
             if isinstance(value, float) and name.startswith("limit_") and not 0 < value <= 1:
                 found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
         elif value == () or (value == "" and name not in ("comment", "project")):

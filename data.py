@@ -142,9 +142,7 @@ def seeder(fabric, tag: str, seed: int) -> Callable[[int], None]:
     to be saved."""
     generators, base = [torch.default_generator], zlib.crc32(f"{tag} {seed}".encode())
     if fabric.device.type == "cuda":
-        is_dp = type(fabric.strategy).__name__ == "DataParallelStrategy"  # one process with several devices
-        devices = fabric.strategy.parallel_devices if is_dp else [fabric.device]
-        generators += [torch.cuda.default_generators[device.index] for device in devices]
+        generators += torch.cuda.default_generators  # of all devices: --strategy dp uses several
     elif fabric.device.type == "mps":
         generators.append(torch.mps._get_default_mps_generator())
     return lambda number: [generator.manual_seed(base + number) for generator in generators]
@@ -162,6 +160,8 @@ class Loader(DataLoader):
 def build_loader(fabric, dataset: Dataset, sampler: Sampler, config, resources: ExitStack) -> DataLoader:
     """A loader of the sampler's batches, on the device. Its `config.num_workers` processes end with `resources`; where
     one does not deliver for `config.timeout` seconds, the loop gets a RuntimeError."""
+    # Batches of workers come by name: the other way, a worker that is frozen is waited for without a limit.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     loader = Loader(
         MicroBatches(dataset, config.seed),
         sampler=sampler,

@@ -28,15 +28,14 @@ class CSVLogger:
     """A row per logged step, written at once. (Fabric's own deletes the file of a run that is resumed.)"""
 
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
-        self.path, self.columns, rows = run_dir / "logs" / "csv" / "metrics.csv", ["step"], []
+        self.path, rows = run_dir / "logs" / "csv" / "metrics.csv", []
         self.path.parent.mkdir(exist_ok=True)
-        if self.path.exists():
-            with open(self.path, newline="", errors="replace") as file:
-                rows = [row for row in csv.DictReader(file) if None not in row.values()]  # one may be cut
+        with suppress(FileNotFoundError), open(self.path, newline="", errors="replace") as file:
+            rows = [row for row in csv.DictReader(file) if None not in row.values()]  # the last may be cut
         self.write([row for row in rows if str(row.get("step")).isdecimal() and int(row["step"]) <= last_step])
 
     def write(self, rows: list[dict]) -> None:
-        self.columns = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))
+        self.columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
         with atomically(self.path) as file:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()

@@ -1,5 +1,5 @@
-"""The run directory: name, lock, provenance, checkpoints. Nothing here knows a loss, a metric or a key of
-`state`: it goes over the modules, optimizers, tensors and plain values in it."""
+"""The run directory: name, lock, provenance, checkpoints. Nothing here knows a loss, a metric or a key of `state`: it
+goes over the modules, optimizers, tensors and plain values in it."""
 
 import fcntl
 import json
@@ -18,14 +18,14 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cli import to_yaml
-from config import ConfigError, RunError, TrainConfig
+from config import ConfigError, RunError, TrainConfig, blame
 from loggers import LOGGERS, atomically
 from utils import SHARED, differing_rank, on_rank_zero
 
 PLAIN = (int, float, str, bool, type(None))
-SETTINGS = (*PLAIN, tuple)  # of an optimizer
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
@@ -36,8 +36,8 @@ class DirectCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-def load(path: Path, device: str = "cpu") -> dict:
-    return torch.load(path, device, mmap=True, weights_only=True)  # to unpickle anything else could run code
+def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
+    return torch.load(path, device, mmap=mmap, weights_only=True)  # to unpickle anything else could run code
 
 
 def step_of(path: Path) -> int:
@@ -64,6 +64,11 @@ def check_plain(name: str, value) -> None:
         raise RunError(f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: {allowed}")
 
 
+def settings_of(optimizer: Optimizer) -> list[dict]:
+    """The settings of each parameter group, without the parameters."""
+    return [{k: v for k, v in group.items() if type(v) in (*PLAIN, tuple)} for group in optimizer.param_groups]
+
+
 class RunDir:
     """The directory of a run. A resume locks it and restores `state` at once; for a new run, `start` makes it. With
     --fast_run nothing is written. All methods are called on all ranks."""
@@ -73,8 +78,7 @@ class RunDir:
         self.path, self.lock, self.loggers, self.damaged = None, None, [], []
         fabric.strategy.checkpoint_io = DirectCheckpointIO()
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
-        self.settings = {name: [{k: v for k, v in group.items() if type(v) in SETTINGS} for group in value.param_groups]
-                         for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}  # fmt: skip
+        self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
         check_plain("state", state)
         resources.push(self.close)
         if config.resume:
@@ -93,8 +97,7 @@ class RunDir:
         except OSError as error:  # a network file system without locks
             print(f"{self.path} cannot be locked ({error.strerror}): make sure that no other process resumes it")
         self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        self.lock.flush()
+        print(f"process {os.getpid()} on {platform.node()}, since {time.ctime()}", file=self.lock, flush=True)
 
     def choose_checkpoint(self) -> Path | None:
         """The whole checkpoint with the highest step; None in a run that never had one."""
@@ -108,22 +111,22 @@ class RunDir:
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
 
     def restore(self, path: Path) -> None:
-        """Restores `state` in place. What the checkpoint lacks stays as it is."""
+        """Restores `state`. What the checkpoint lacks stays as it is."""
         if odd := differing_rank(self.fabric, path.stat().st_size if path.exists() else None):
             raise ConfigError(f"--resume: {odd} does not see {path} as rank 0 does; {SHARED}")
-        saved, found = load(path, "meta"), {}
-        for name, value in self.state.items():  # a scaler cannot load the {} of a run in another precision
-            if name in saved and not (saved[name] == {} and hasattr(value, "state_dict")):
-                found[name] = value
-        self.fabric.load(path, found)
-        for name, value in found.items():
-            is_moved = isinstance(value, Tensor) and isinstance(self.state[name], Tensor)
-            self.state[name] = value.to(self.state[name].device) if is_moved else value
-        for name, groups in self.settings.items():
-            before = saved["checkpoint"]["settings"].get(name, groups)
-            for group, now, then in zip(self.state[name].param_groups, groups, before, strict=False):
-                group |= {key: value for key, value in now.items() if then.get(key) != value}
-            self.state[name].load_state_dict(self.state[name].state_dict())  # a fused one has its steps on the device
+        saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, an optimizer would go on using the file
+        for name in [name for name in self.state if name in saved]:
+            current, value = self.state[name], saved[name]
+            if not hasattr(current, "state_dict"):
+                is_tensor = isinstance(value, Tensor) and isinstance(current, Tensor)
+                self.state[name] = value.to(current.device) if is_tensor else value
+            elif value != {}:  # of a precision without a scaler, whose state a scaler cannot load
+                current.load_state_dict(value)
+        for name, now in self.settings.items():
+            optimizer, then = self.state[name], saved["checkpoint"]["settings"].get(name, now)
+            for group, new, old in zip(optimizer.param_groups, now, then, strict=False):
+                group |= {key: setting for key, setting in new.items() if old.get(key) != setting}
+            optimizer.load_state_dict(optimizer.state_dict())  # a fused one has its steps on the device
         if self.fabric.is_global_zero:
             missing = [f"; state[{name!r}] is not in it, and new" for name in self.state.keys() - saved.keys()]
             print(f"resumed from {path}{''.join(missing)}")
@@ -137,31 +140,31 @@ class RunDir:
             if odd := differing_rank(self.fabric, self.path.exists()):
                 on_rank_zero(self.fabric, shutil.rmtree, self.path)
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {odd} does not see {self.path}; {SHARED}")
-        if self.fabric.is_global_zero:
-            # First goes what marks the end of a run that now goes on, and what a kill has left half written.
-            for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
-                path.unlink(missing_ok=True)
-            for path in self.damaged:
-                path.rename(path.with_name(path.name + ".damaged"))
-            with atomically(self.path / "config.yaml") as file:
-                file.write(to_yaml(self.config))
-            for name in ("checkpoints", "logs", "provenance"):
-                (self.path / name).mkdir(exist_ok=True)
-            self.write_provenance()
-            self.loggers = [LOGGERS[name](self.path, step, self.config) for name in {*self.config.logger_name}]
+        if not self.fabric.is_global_zero:
+            return
+        # First goes what marks the end of a run that now goes on, and what a kill has left half written.
+        for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
+            path.unlink(missing_ok=True)
+        for path in self.damaged:
+            path.rename(f"{path}.damaged")
+        with atomically(self.path / "config.yaml") as file:
+            file.write(to_yaml(self.config))
+        for name in ("checkpoints", "logs", "provenance"):
+            (self.path / name).mkdir(exist_ok=True)
+        self.write_provenance()
+        self.loggers = [LOGGERS[name](self.path, step, self.config) for name in {*self.config.logger_name}]
 
     def make(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it; in the next second where that name is taken."""
         base = Path(self.config.root_dir) / self.config.out_dir
-        while True:
-            self.path = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
-            try:
-                self.path.mkdir(parents=True)
-                self.take_lock()
-                return self.path
-            except OSError as error:
-                if not (isinstance(error, FileExistsError) and self.path.is_dir()):
-                    raise ConfigError(f"--root_dir {self.config.root_dir}: cannot make {self.path}: {error}") from None
+        with blame(self.config, "root_dir"):
+            base.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                self.path = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
+                with suppress(FileExistsError):
+                    self.path.mkdir()
+                    self.take_lock()
+                    return self.path
                 time.sleep(0.1)
 
     def write_provenance(self) -> None:

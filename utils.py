@@ -5,7 +5,6 @@ import ctypes
 import os
 import platform
 import re
-import resource
 import signal
 import sys
 import threading
@@ -16,11 +15,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cli import say
 from config import OWN_OF_A_HOST, ConfigError, RunError
@@ -166,27 +167,26 @@ class Sums:
 
     def __init__(self, fabric: Fabric, windows: dict[str, dict]):
         self.fabric, self.windows, self.added, self.weight = fabric, windows, {}, 0
-        self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # in which their sums are exact
 
     def add(self, values: dict[str, Tensor], weight: int = 1) -> None:
         """Adds values, sums over `weight` samples or micro-batches; always under the same names."""
         for name, value in values.items():
-            if name not in self.added:
-                self.added[name] = torch.zeros((), dtype=self.dtype, device=self.fabric.device)
-            self.added[name] += value.detach()
+            self.added.setdefault(name, []).append(value.detach())
         self.weight += weight
 
     def collect(self) -> None:
         """Brings what was added, summed over the ranks, to the host. Needed before `take`, and before a save."""
-        if self.added:
-            weight = torch.zeros((), dtype=self.dtype, device=self.fabric.device) + self.weight
-            sums = torch.stack([*self.added.values(), weight])
-            if self.fabric.world_size > 1:  # with dp, it would be the mean of the elements
-                sums = self.fabric.all_reduce(sums, reduce_op="sum")
-            sums = dict(zip([*self.added, None], sums.tolist(), strict=True))  # the weight under None
-            for window, before in self.windows.items():
-                self.windows[window] = {name: before.get(name, 0.0) + value for name, value in sums.items()}
-            self.added, self.weight = {}, 0
+        if not self.added:
+            return
+        dtype = torch.float32 if self.fabric.device.type == "mps" else torch.float64  # in which their sums are exact
+        self.added[None] = [torch.full((), self.weight, device=self.fabric.device)]
+        sums = torch.stack([torch.stack(values).to(dtype).sum() for values in self.added.values()])
+        if self.fabric.world_size > 1:  # with dp, it would be the mean of the elements
+            sums = self.fabric.all_reduce(sums, reduce_op="sum")
+        sums = dict(zip(self.added, sums.tolist(), strict=True))  # the weight under None
+        for window, before in self.windows.items():
+            self.windows[window] = {name: before.get(name, 0.0) + value for name, value in sums.items()}
+        self.added, self.weight = {}, 0
 
     def take(self, window: str, prefix: str = "") -> dict[str, float]:
         """The means of a window, which begins anew."""
@@ -214,19 +214,19 @@ class Timer:
     def take(self, batch_size: int) -> dict[str, float]:
         """The figures since the last time."""
         row = {"samples_per_second": batch_size * self.steps / self.seconds, "data_wait": self.waited / self.seconds}
-        self.__init__()
+        self.seconds, self.waited, self.steps = 0.0, 0.0, 0
         return row
 
 
 def memory(state: dict, device: torch.device) -> str:
     """What the modules and optimizers in `state` hold after the first step, and the most that was taken until then."""
-    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-    weights = [p for value in state.values() if isinstance(value, nn.Module) for p in value.parameters()]
-    states = [tensor for optimizer in optimizers for entry in optimizer.state.values() for tensor in entry.values()]
-    weights, states = (sum(t.nbytes for t in ts if isinstance(t, Tensor)) / 1e6 for ts in (weights, states))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    peak = torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else peak
-    return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak:.4g} MB"
+    weights = [[*value.parameters()] for value in state.values() if isinstance(value, nn.Module)]
+    states = [[*value.state.values()] for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    weights, states = (sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) / 1e6
+                       for tree in (weights, states))  # fmt: skip
+    is_cuda = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if is_cuda else 1e3 * getrusage(RUSAGE_SELF).ru_maxrss
+    return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak / 1e6:.4g} MB"
 
 
 def format_row(values) -> str:

@@ -284,10 +284,11 @@ def test_the_others_give_up_after_the_timeout_if_a_rank_is_frozen(rank: int, tmp
     assert_whole_checkpoints(tmp_path)
 
 
-def test_a_data_worker_that_dies_ends_the_run(tmp_path):
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_data_worker_that_dies_or_freezes_ends_the_run(signal_number, tmp_path):
     process, pids = started(tmp_path, "--num_workers 1 --timeout 15")
     for worker in pids[1:]:
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker, signal_number)
     *_, line = end_of(process, pids)
     assert process.returncode == 1
     assert "data worker" in line and "--num_workers" in line and "--timeout 15 seconds" in line
