@@ -93,7 +93,7 @@ def launcher_args() -> list[str]:
 
 
 def newest_run(name: str, root_dir: str) -> Path | None:
-    """The newest run whose directory is `name` behind a timestamp; None where there is none."""
+    """The newest run whose directory is `name` behind a timestamp, if there is one."""
     base = Path(root_dir) / name
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
     runs = [file.parent for file in base.parent.glob("*/config.yaml") if pattern.fullmatch(file.parent.name)]
@@ -102,13 +102,12 @@ def newest_run(name: str, root_dir: str) -> Path | None:
 
 def find_run(option: str, name: str, root_dir: str) -> Path:
     """The run directory with this path or name, or the newest with this name behind a timestamp. Raises ConfigError."""
-    run_dir = next((path for path in (Path(root_dir) / name, Path(name)) if path.is_dir()), None)
-    if run_dir is None and (run_dir := newest_run(name, root_dir)):
+    named = [path for path in (Path(root_dir) / name, Path(name)) if path.is_dir()]
+    run_dir = named[0] if named else newest_run(name, root_dir)
+    if run_dir is None or not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
+    if not named:
         say(f"{option} {name}: {run_dir} is the newest run of that name")
-    if run_dir is None:
-        raise ConfigError(f"{option} {name}: no such run in {Path(root_dir).absolute()}")
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{option} {name}: {run_dir} has no config.yaml, so it is no run of train.py")
     return run_dir
 
 
@@ -134,8 +133,8 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
 
 def parse_train(argv: list[str]) -> TrainConfig:
     """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
-    paths = parse(TrainConfig, argv)["config_path"] or ()
-    args = [arg for path in paths for arg in file_args(Path(path), "--config_path")] + launcher_args() + argv
+    paths = [Path(path) for path in parse(TrainConfig, argv)["config_path"] or () if path]
+    args = [arg for path in paths for arg in file_args(path, "--config_path")] + launcher_args() + argv
     values = parse(TrainConfig, args)
     run_dir, root_dir = values["resume"], values["root_dir"]
     if run_dir == "auto":
@@ -194,13 +193,29 @@ def run(main: Callable, config) -> NoReturn:
     except (ConfigError, RunError) as error:
         end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *getattr(error, "__notes__", [])]))
     except Exception as error:
-        cause, notes = error, getattr(error, "__notes__", [])
+        cause, hint, notes = error, advice(error, config), getattr(error, "__notes__", [])
         while cause.__context__ and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
-        if not isinstance(cause, OSError) and not getattr(error, "is_explained", False):
+        if not isinstance(cause, OSError) and not hint:
             cause = error
             traceback.print_exception(error)
-        end(1, "; ".join([f"{type(cause).__name__}: {cause}", *notes]), of_all_ranks=False)
+        end(1, "; ".join([f"{type(cause).__name__}: {cause}", *hint, *notes]), of_all_ranks=False)
+
+
+def advice(error: Exception, config) -> list[str]:
+    """What a failure that is no fault of the code is, and what to do; nothing for other failures."""
+    text = f"{type(error).__name__}: {error}"
+    if re.search("OutOfMemoryError|MemoryError|can't allocate memory", text):
+        share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
+        smaller = [size for size in range(1, getattr(config, "micro_batch_size", 1) or share) if share % size == 0]
+        size = f"--micro_batch_size {smaller[-1]} for the same effective batch size" if smaller else "smaller batches"
+        return [f"out of memory: try {size}"]
+    waited = f"for --timeout {config.timeout:g} seconds"
+    if "DataLoader" in text:
+        return [f"a data worker (--num_workers) died, or did not deliver {waited}"]
+    if re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE):
+        return [f"another process died, or did not answer {waited}: see its message"]
+    return []
 
 
 def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:

@@ -88,16 +88,13 @@ class RunDir:
 
     def take_lock(self) -> None:
         # A POSIX lock dies with this process; one of flock would live on in its data workers.
-        self.lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until `close`
+        self.lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until `close`
         try:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.lock.seek(0)
-            raise ConfigError(f"--resume: {self.path} is being written to by {self.lock.read()}") from None
+            raise ConfigError(f"--resume: another process is writing to {self.path}") from None
         except OSError as error:  # a network file system without locks
             print(f"{self.path} cannot be locked ({error.strerror}): make sure that no other process resumes it")
-        self.lock.truncate(0)
-        print(f"process {os.getpid()} on {platform.node()}, since {time.ctime()}", file=self.lock, flush=True)
 
     def choose_checkpoint(self) -> Path | None:
         """The whole checkpoint with the highest step; None in a run that never had one."""
@@ -198,7 +195,7 @@ class RunDir:
         modules = [value for value in self.state.values() if isinstance(value, nn.Module)]
         norm = nn.utils.get_total_norm([p.detach() for module in modules for p in module.parameters()])
         if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
-            raise RunError(f"the weights are not finite after step {step}; the checkpoints from before are good")
+            raise RunError(f"the weights are not finite after step {step}")
         folder = self.path / "checkpoints"
         beside, best = folder / "checkpoint.tmp", folder / "best.tmp"
         self.fabric.save(beside, {**self.state, "checkpoint": {"step": step, "settings": self.settings}})
@@ -235,5 +232,5 @@ class RunDir:
         finally:  # a logger may fail, say on a full disk
             if self.lock:
                 self.lock.close()
-        if error and self.loggers:
+        if error and self.loggers and checkpoints_of(self.path):
             error.add_note(f"the checkpoints are whole, go on with: python train.py --resume {self.path}")

@@ -106,7 +106,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- state: what is in it is restored by a resume, what is not is not
     mode = config.monitor_mode or mode_of(config.monitor)
-    unjudged = {"monitor": f"{mode} {config.monitor}", "best": None, "best_step": 0, "bad_validations": 0}
+    no_best = {"monitor": f"{mode} {config.monitor}", "best": None, "best_step": 0, "bad_validations": 0}
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -114,18 +114,18 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         "sums": {"log": {}, "validation": {}},  # of what compute_loss returned since the last of each
         "step": 0,
         "micro_batch_size": None,
-        **unjudged,  # the best value of `monitor` so far, its step, and the validations since
+        **no_best,  # the best value of `monitor` so far, its step, and the validations since
     }
     run = RunDir(fabric, config, state, resources)  # a resume restores `state` here
-    if state["monitor"] != unjudged["monitor"]:
-        state |= unjudged
+    if state["monitor"] != no_best["monitor"]:
+        state |= no_best
 
     # ---- what follows from the config, in steps
-    old_size = state["micro_batch_size"]  # stays where it divides
-    kept_size = old_size if old_size and batch_size % (old_size * world_size) == 0 else None
-    micro_batch_size, grad_accum_steps = split_batch(batch_size, config.micro_batch_size or kept_size, world_size)
-    if old_size not in (None, micro_batch_size):
-        echo(f"micro_batch_size {micro_batch_size} instead of {old_size}: dropout and augmentation differ from here on")
+    saved_size = state["micro_batch_size"] or batch_size  # stays where it divides
+    asked_size = config.micro_batch_size or (saved_size if batch_size % (saved_size * world_size) == 0 else None)
+    micro_batch_size, grad_accum_steps = split_batch(batch_size, asked_size, world_size)
+    if state["micro_batch_size"] not in (None, micro_batch_size):
+        echo(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ from here")
     state["micro_batch_size"] = micro_batch_size
     steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))
     peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
@@ -134,8 +134,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- data; a validation keeps nothing for a backward pass, and has room for more samples at once
     val_samples = min(len(val_set), batch_size * limit(-(-len(val_set) // batch_size), config.limit_val_batches))
     val_batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))
-    sizes = (steps_per_epoch, batch_size, micro_batch_size)
-    train_sampler = TrainSampler(len(train_set), *sizes, rank, world_size, config.seed)
+    sizes = (len(train_set), steps_per_epoch, batch_size, micro_batch_size)
+    train_sampler = TrainSampler(*sizes, rank, world_size, config.seed)
     train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
     with blame(config, "limit_val_batches", "devices"):
         val_sampler = EvalSampler(val_samples, val_batch_size, rank, world_size) if val_samples else []
@@ -149,12 +149,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if config.monitor not in names:
         raise ConfigError(f"--monitor {config.monitor}: choose from {', '.join(names)}")
     run.start(state["step"])
-    echo(
-        f"effective_batch_size {batch_size} = {world_size} process(es) x {micro_batch_size} micro_batch_size x "
-        f"{grad_accum_steps} grad_accum_steps\nlr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule "
-        f"{config.lr_scaling_rule}\n{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} "
-        f"steps\nrun directory {run.path}"
-    )
+    factors = f"{world_size} process(es) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps"
+    echo(f"effective_batch_size {batch_size} = {factors}")
+    echo(f"lr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
+    echo(f"{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} steps")
+    echo(f"run directory {run.path or 'none: --fast_run writes nothing'}")
 
     # ---- the loop
     columns = ["epoch", "step", *names, "lr", "samples_per_second", "data_wait"]
@@ -197,7 +196,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             row = {"epoch": step / steps_per_epoch, "train/grad_norm": grad_norm.item(), "lr": lr}
             row |= timer.take(batch_size) | sums.take("log", "train/")
             if not math.isfinite(row["train/loss"]):
-                raise RunError(f"the loss is {row['train/loss']} in the steps before {step}; the checkpoints are good")
+                raise RunError(f"the loss is {row['train/loss']} in the steps up to {step}")
         if is_val_step:
             means = sums.take("validation", "train/")
             results = validate(fabric, config, model, val_loader, metrics) if val_samples else {}
@@ -224,7 +223,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     echo(f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps")
     best = "none" if state["best"] is None else f"{state['best']:.5g} at step {state['best_step']}"
     echo(f"best {config.monitor} {best}")
-    echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}" if run.path else "")
+    if run.path:
+        echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}")
     return 0 if is_finished else utils.PREEMPTED
 
 

@@ -4,7 +4,6 @@ metric, a batch or a key of `state`."""
 import ctypes
 import os
 import platform
-import re
 import signal
 import sys
 import threading
@@ -66,32 +65,10 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         with ExitStack() as resources:
             return function(resources)
 
-    try:
-        code = fabric.launch(start)
-    except Exception as error:
-        if not isinstance(error, (ConfigError, RunError)):
-            explain(error, config)
-        raise
+    code = fabric.launch(start)
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, else gloo can abort at exit
     return code
-
-
-def explain(error: Exception, config) -> None:
-    """Adds to a failure that is not a fault of the code what it is and what to do."""
-    text, hint = str(error), ""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        share = getattr(config, "effective_batch_size", 1) // (dist.get_world_size() if dist.is_initialized() else 1)
-        smaller = [size for size in range(1, getattr(config, "micro_batch_size", 1) or share) if share % size == 0]
-        advice = f"--micro_batch_size {smaller[-1]} for the same effective batch size" if smaller else "smaller batches"
-        hint = f"out of memory: try {advice}"
-    elif "DataLoader" in text:
-        hint = f"a data worker (--num_workers) died, or did not deliver for --timeout {config.timeout:g} seconds"
-    elif re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE):
-        hint = f"another process died, or did not answer for --timeout {config.timeout:g} seconds: see its message"
-    if hint:
-        error.add_note(hint)
-        error.is_explained = True  # cli.run prints no traceback
 
 
 def differing_rank(fabric: Fabric, value) -> str | None:
