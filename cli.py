@@ -224,7 +224,8 @@ def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
     is_mute = of_all_ranks and not is_local_zero()
     if message and not is_mute:
         rank = "" if of_all_ranks else f"rank {os.environ.get('RANK') or os.environ.get('LOCAL_RANK') or 0}: "
-        print(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}", file=sys.stderr)
+        # In one write: two of print's could come between those of another machine.
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}\n")
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
