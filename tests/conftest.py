@@ -24,12 +24,12 @@ torch.set_num_threads(1)  # as in the processes that are started: sums in the sa
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
-# 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, two micro-batches a step. The
+# 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, four micro-batches a step. The
 # exponential schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
 # was long from the start.
 LONG = (
     "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
-    "--width 4 --micro_batch_size 32 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
+    "--width 4 --micro_batch_size 16 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
 )
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
@@ -247,7 +247,7 @@ def replaced(folder: Path, name: str, old: str, new: str) -> Path:
 def whole(tmp_path_factory) -> Path:
     """Where a run was never interrupted. To be read, not changed."""
     cwd = tmp_path_factory.mktemp("whole")
-    run(LONG, cwd)
+    call(LONG, cwd)
     return cwd
 
 
@@ -263,5 +263,5 @@ def killed(tmp_path_factory) -> Path:
 def finished(tmp_path_factory) -> Path:
     """The directory of a small finished run, to be read, not changed."""
     cwd = tmp_path_factory.mktemp("finished")
-    run(f"train.py {SMALL}", cwd)
+    call(f"train.py {SMALL}", cwd)
     return run_dir(cwd)
