@@ -1,13 +1,17 @@
-"""The tests run the real scripts in real processes. What they share is here."""
+"""The tests run the real scripts: in processes of their own, or in that of pytest. What they share is here."""
 
 import csv
+import gc
+import io
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,31 +19,35 @@ import torch
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
+torch.set_num_threads(1)  # as in the processes that are started: sums in the same order, equal in every bit
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
-# 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, two micro-batches a step. The
+# 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, four micro-batches a step. The
 # exponential schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
 # was long from the start.
 LONG = (
     "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
-    "--width 4 --micro_batch_size 32 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
+    "--width 4 --micro_batch_size 16 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
 )
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 
 
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
+
+
 def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.Popen:
     """Starts `train.py ...`, `test.py ...` or a script of recipes/ in `cwd`, as the leader of a process group."""
     script, _, options = command.partition(" ")
     interpreter = "bash" if script.endswith(".sh") else sys.executable
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
     return subprocess.Popen(
         [interpreter, str(repo / script), *options.split()],
         cwd=cwd,
-        env=clean | {"OMP_NUM_THREADS": "1"} | env,
+        env=clean_environment() | {"OMP_NUM_THREADS": "1"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,6 +65,38 @@ def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.Comple
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == code, f"{command}\nexit code {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
+    """As `run`, but in this process, which has imported torch: that takes a process of its own 3 seconds. The programs
+    themselves are imported anew. For runs of one process that get no signal."""
+    script, _, options = command.partition(" ")
+    path, out, err = REPO / script, io.StringIO(), io.StringIO()
+    programs = {file.stem for folder in (REPO, path.parent) for file in folder.glob("*.py")}
+    modules = {name: sys.modules.pop(name) for name in programs if name in sys.modules}
+    environment = dict(os.environ)
+    try:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            for name in os.environ.keys() - clean_environment().keys():
+                del os.environ[name]
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", [str(path), *options.split()])
+            patch.syspath_prepend(path.parent)
+            patch.setattr(sys, "dont_write_bytecode", True)  # a program that is edited within a second is read again
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(path), run_name="__main__")
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for name in programs:
+            sys.modules.pop(name, None)
+        sys.modules.update(modules)
+        torch.set_flush_denormal(False)
+        gc.enable()
+        gc.unfreeze()
+    found = ended.value.code or 0
+    assert found == code, f"{command}\nexit code {found}\n{out.getvalue()}\n{err.getvalue()}"
+    return subprocess.CompletedProcess(command, found, out.getvalue(), err.getvalue())
 
 
 def run_dir(cwd: Path, name: str = "train_out") -> Path:
@@ -207,7 +247,7 @@ def replaced(folder: Path, name: str, old: str, new: str) -> Path:
 def whole(tmp_path_factory) -> Path:
     """Where a run was never interrupted. To be read, not changed."""
     cwd = tmp_path_factory.mktemp("whole")
-    run(LONG, cwd)
+    call(LONG, cwd)
     return cwd
 
 
@@ -223,5 +263,5 @@ def killed(tmp_path_factory) -> Path:
 def finished(tmp_path_factory) -> Path:
     """The directory of a small finished run, to be read, not changed."""
     cwd = tmp_path_factory.mktemp("finished")
-    run(f"train.py {SMALL}", cwd)
+    call(f"train.py {SMALL}", cwd)
     return run_dir(cwd)

@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import LONG, ON_2, assert_same_run, diffs, edited, interrupt, kill_group, run, run_dir, weights
+from conftest import LONG, ON_2, assert_same_run, call, diffs, edited, interrupt, kill_group, run, run_dir, weights
 from lightning.fabric import Fabric
 from PIL import Image
 
@@ -154,19 +154,19 @@ def test_a_worker_that_is_not_forked_gets_no_data(name: str, data, files: Path):
 def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
     stream = f"{edited(DIFFS['stream'], tmp_path)}/train.py --dataset stream --data_dir {files}"
     for options in ("", " --limit_train_batches 0.5"):
-        assert "--limit_train_batches" in run(f"{stream}{options}", tmp_path, code=2).stderr
+        assert "--limit_train_batches" in call(f"{stream}{options}", tmp_path, code=2).stderr
 
 
 def test_killed_in_mid_epoch_with_workers_and_resumed_is_the_same_run(name: str, repo: Path, files: Path, tmp_path):
     command = f"{repo}/{RUN} --dataset {name} --data_dir {files}"
     if name not in ("folder", "stream"):  # for the loop as `folder` is
-        run(f"{repo}/train.py --accelerator cpu --fast_run --dataset {name} --data_dir {files}", tmp_path)
+        call(f"{repo}/train.py --accelerator cpu --fast_run --dataset {name} --data_dir {files}", tmp_path)
         return
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    run(command, whole)
+    call(command, whole)
     assert interrupt(f"{command} --num_workers 2", killed, kill_group).returncode < 0
-    run(f"{repo}/train.py --resume {run_dir(killed)}", killed)
+    call(f"{repo}/train.py --resume {run_dir(killed)}", killed)
     assert_same_run(killed, whole)
     if name == "stream":
         (tmp_path / "on_2").mkdir()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PREEMPTED, REPO, SMALL, newest, run, run_dir, start, wait_for
+from conftest import PREEMPTED, REPO, SMALL, call, newest, run, run_dir, start, wait_for
 
 LONG = (
     "train.py --accelerator cpu --epochs 20 --limit_train_batches 8 --limit_val_batches 2 --width 4 "
@@ -40,7 +40,7 @@ def resumed(tmp_path_factory) -> Path:
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    run("train.py --resume auto", cwd)
+    call("train.py --resume auto", cwd)
     return run_dir(cwd)
 
 
@@ -255,7 +255,7 @@ def test_provenance_has_the_commit_of_the_code_and_what_differs_from_it(tmp_path
     git("commit", "-m", "first")
     commit = git("rev-parse", "HEAD").strip()
     for cwd in (repo, elsewhere):
-        run(f"{repo}/train.py {SMALL} --max_steps 1 --logger_name csv", cwd)
+        call(f"{repo}/train.py {SMALL} --max_steps 1 --logger_name csv", cwd)
         (repo / "model.py").write_text((repo / "model.py").read_text() + "# changed\n")
     for cwd, status, added in ((repo, "", []), (elsewhere, "M model.py", ["+# changed"])):
         (path,) = run_dir(cwd).glob("provenance/*.json")

@@ -16,6 +16,7 @@ from conftest import (
     SMALL,
     assert_same_training,
     assert_stopped_and_saved,
+    call,
     newest,
     run,
     run_dir,
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.skipif(probe.returncode != 0, reason=f"no second host: 
 def one(tmp_path_factory) -> Path:
     """Where one process has trained."""
     cwd = tmp_path_factory.mktemp("one")
-    run(f"train.py {MICRO_16}", cwd)
+    call(f"train.py {MICRO_16}", cwd)
     return cwd
 
 

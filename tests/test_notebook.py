@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import REPO, kill_group, newest, run, run_dir, start, wait_for
+from conftest import REPO, call, kill_group, newest, run, run_dir, start, wait_for
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """
@@ -54,11 +54,21 @@ def notebook(tmp_path: Path):
 
 
 def test_after_a_run_nothing_is_left_behind(notebook, tmp_path: Path):
+    """Also in a thread, where Python allows no signal handlers."""
     notebook("""
 assert main(TrainConfig(epochs=1, num_workers=1, **SMALL)) == 0
 assert not left_behind(), left_behind()
+
+codes = []
+config = TrainConfig(epochs=1, num_workers=1, out_dir="in_a_thread", **SMALL)
+thread = threading.Thread(target=lambda: codes.append(main(config)))
+thread.start()
+thread.join()
+assert codes == [0], "in a thread"
+assert not left_behind(), left_behind()
 """)
-    assert (run_dir(tmp_path) / "model.pt").exists()
+    for name in ("train_out", "in_a_thread"):
+        assert (run_dir(tmp_path, name) / "model.pt").exists()
 
 
 def test_a_mistake_is_an_exception_and_the_next_call_trains(notebook, tmp_path: Path):
@@ -118,25 +128,12 @@ signal.pause()
     try:
         wait_for(lambda: process.poll() is not None or (tmp_path / "failed").exists())
         assert process.poll() is None, process.communicate()
-        run("train.py --resume auto", tmp_path)
+        call("train.py --resume auto", tmp_path)
         assert process.poll() is None
     finally:
         kill_group(process)
         process.communicate()
     assert newest(tmp_path) == 8
-
-
-def test_it_trains_in_a_thread(notebook, tmp_path: Path):
-    """Where Python allows no signal handlers."""
-    notebook("""
-codes = []
-thread = threading.Thread(target=lambda: codes.append(main(TrainConfig(epochs=1, num_workers=1, **SMALL))))
-thread.start()
-thread.join()
-assert codes == [0]
-assert not left_behind(), left_behind()
-""")
-    assert (run_dir(tmp_path) / "model.pt").exists()
 
 
 def test_two_processes_forked_from_a_notebook(notebook, tmp_path: Path):

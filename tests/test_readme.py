@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, diffs, edited, run
+from conftest import REPO, call, diffs, edited
 
 from cli import parse
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
@@ -29,7 +29,7 @@ def test_edit(number: int, tmp_path: Path):
     for split in ("train", "val", "test"):
         torch.save((torch.rand(200, 1, 8, 8), torch.randint(10, (200,))), tmp_path / f"{split}.pt")
     options = " ".join(option for word, option in OPTIONS.items() if word in DIFFS[number])
-    done = run(f"{edited(DIFFS[number], tmp_path)}/train.py --accelerator cpu --fast_run {options}", tmp_path)
+    done = call(f"{edited(DIFFS[number], tmp_path)}/train.py --accelerator cpu --fast_run {options}", tmp_path)
     assert "finished after 2 of 2 steps" in done.stdout
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from conftest import ON_2, REPO, SMALL, run, run_dir
+from conftest import ON_2, REPO, SMALL, call, run, run_dir
 
 RECIPES = REPO / "recipes"
 
@@ -104,9 +104,9 @@ def test_damaged_mnist_file_is_named(damage: str, mnist: ModuleType, tmp_path: P
 
 def test_mnist_trains_and_is_evaluated(program: Path, tmp_path: Path):
     files = write_mnist(tmp_path / "files")
-    run(f"{program}/train.py {SMALL} --epochs 1 --dataset mnist --data_dir {files}", tmp_path)
-    assert "on 597 test samples" in run(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
-    error = run(f"{program}/train.py --dataset mnist", tmp_path, code=2).stderr
+    call(f"{program}/train.py {SMALL} --epochs 1 --dataset mnist --data_dir {files}", tmp_path)
+    assert "on 597 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+    error = call(f"{program}/train.py --dataset mnist", tmp_path, code=2).stderr
     assert "--data_dir" in error and "train-images-idx3-ubyte is missing" in error
 
 
@@ -127,7 +127,7 @@ def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path: Path):
     model = (program / "model.py").read_text()
     (program / "model.py").write_text(model.replace("nn.GELU(),", "nn.BatchNorm2d(width), nn.GELU(),", 1))
     run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
-    assert "on 380 test samples" in run(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+    assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
 
 
 # ---- idle_gpus.sh; the one place with a stand-in, for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without one

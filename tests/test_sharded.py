@@ -9,6 +9,7 @@ import pytest
 from conftest import (
     assert_same_run,
     assert_same_training,
+    call,
     copied,
     interrupt,
     kill_group,
@@ -46,7 +47,7 @@ def program(tmp_path_factory) -> Path:
 def alone(program: Path, tmp_path_factory) -> Path:
     """Where one process has trained, without shards."""
     cwd = tmp_path_factory.mktemp("alone")
-    (cwd / "output").write_text(run(f"{program}/{RUN}", cwd).stdout)
+    (cwd / "output").write_text(call(f"{program}/{RUN}", cwd).stdout)
     return cwd
 
 
@@ -84,13 +85,14 @@ def test_killed_and_resumed_is_the_same_run(program: Path, whole: Path, killed: 
 def test_goes_on_in_one_process(program: Path, alone: Path, killed: Path, devices: str, tmp_path: Path):
     """Without shards, and with one."""
     cwd = copied(killed, tmp_path)
-    run(f"{program}/train.py --resume auto {devices}", cwd)
+    how = call if devices == ON_1 else run
+    how(f"{program}/train.py --resume auto {devices}", cwd)
     assert_same_training(cwd, alone)
 
 
 def test_goes_on_sharded(program: Path, alone: Path, tmp_path: Path):
     """A run that began in one process, without shards."""
-    run(f"{program}/{RUN} --epochs 1", tmp_path)
+    call(f"{program}/{RUN} --epochs 1", tmp_path)
     run(f"{program}/train.py --resume auto --epochs 2 {SHARDED}", tmp_path)
     assert_same_training(tmp_path, alone)
 
@@ -103,19 +105,20 @@ def test_an_optimizer_without_state(tmp_path: Path):
     command = f"{program}/{RUN} --base_lr 0.5"
     for name in ("alone", "began"):
         (tmp_path / name).mkdir()
-    run(command, tmp_path / "alone")
+    call(command, tmp_path / "alone")
     run(f"{command} --epochs 1 {SHARDED}", tmp_path / "began")
     for name, devices in (("on_1", ON_1), ("on_2", "")):
         (tmp_path / name).mkdir()
         cwd = copied(tmp_path / "began", tmp_path / name)
-        run(f"{program}/train.py --resume auto --epochs 2 {devices}", cwd)
+        how = call if devices == ON_1 else run
+        how(f"{program}/train.py --resume auto --epochs 2 {devices}", cwd)
         assert_same_training(cwd, tmp_path / "alone")
 
 
 def test_evaluation_is_that_of_one_process(program: Path, alone: Path, whole: Path):
     reports = []
-    for cwd, devices in ((alone, ""), (whole, SHARDED)):
-        run(f"{program}/test.py --out_dir train_out --accelerator cpu {devices}", cwd)
+    for cwd, devices, how in ((alone, "", call), (whole, SHARDED, run)):
+        how(f"{program}/test.py --out_dir train_out --accelerator cpu {devices}", cwd)
         reports.append(json.loads((run_dir(cwd) / "test_test_best.json").read_text()))
     assert reports[1]["accuracy"] == reports[0]["accuracy"]
     assert reports[1]["loss"] == pytest.approx(reports[0]["loss"], abs=1e-5)
@@ -134,4 +137,4 @@ def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
 
 def test_the_core_says_where_sharding_is(tmp_path: Path):
     for strategy in ("model_parallel", "fsdp"):
-        assert "recipes/README.md" in run(f"train.py --strategy {strategy}", tmp_path, code=2).stderr
+        assert "recipes/README.md" in call(f"train.py --strategy {strategy}", tmp_path, code=2).stderr

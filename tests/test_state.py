@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, assert_same_run, kill_group, replaced, run, run_dir, start, wait_for
+from conftest import SMALL, assert_same_run, call, kill_group, replaced, run_dir, start, wait_for
 
 CONSTANT = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 
@@ -101,13 +101,13 @@ def test_two_models_and_two_optimizers(program: Path, whole: Path, cwd: Path):
     """All are counted in the memory line, saved and restored: also those that no line of rundir.py knows."""
     with_critic(program, lr="0.01")
     options = f"{program}/train.py {CONSTANT} --width 32"
-    memory = re.search(r"weights ([\d.]+) MB, optimizer ([\d.]+) MB", run(f"{options} --epochs 4", whole).stdout)
+    memory = re.search(r"weights ([\d.]+) MB, optimizer ([\d.]+) MB", call(f"{options} --epochs 4", whole).stdout)
     parameters = [tensor.nbytes / 1e6 for tensor in checkpoint(whole, "step-00000016")["model"].values()]
     assert [float(number) for number in memory.groups()] == pytest.approx(
         [2 * sum(parameters), 3 * sum(parameters)], 0.01
     )
-    run(f"{options} --epochs 2", cwd)
-    run(f"{program}/train.py --resume auto --epochs 4", cwd)
+    call(f"{options} --epochs 2", cwd)
+    call(f"{program}/train.py --resume auto --epochs 4", cwd)
     assert_same_run(cwd, whole)
     saved, expected = (checkpoint(folder, "step-00000016") for folder in (cwd, whole))
     for name in ("model", "critic"):
@@ -120,7 +120,7 @@ def test_two_models_and_two_optimizers(program: Path, whole: Path, cwd: Path):
 
 def test_the_second_model_is_checked_to_be_finite(program: Path, cwd: Path):
     with_critic(program, lr='float("nan")')
-    error = run(f"{program}/train.py {CONSTANT}", cwd, code=1).stderr
+    error = call(f"{program}/train.py {CONSTANT}", cwd, code=1).stderr
     assert "the weights are not finite after step 4" in error
     assert list((run_dir(cwd) / "checkpoints").iterdir()) == []
 
@@ -131,14 +131,14 @@ def test_an_optimizer_with_state_of_its_own(program: Path, whole: Path, cwd: Pat
     replaced(program, "train.py", "def build_model(", LOOKAHEAD.lstrip())
     replaced(program, "train.py", "fabric.setup_optimizers(optimizer)", "fabric.setup_optimizers(Lookahead(optimizer))")
     options = f"{program}/train.py {CONSTANT} --checkpoint_frequency None"
-    run(f"{options} --max_steps 22", whole)
+    call(f"{options} --max_steps 22", whole)
     process = start(f"{options} --max_steps 1000000 --precision bf16-true", cwd)
     wait_for(lambda: process.poll() is not None or any(file.read_text().count("\n") > 9 for file in cwd.rglob("*.csv")))
     kill_group(process)
     assert process.communicate() and process.returncode == -signal.SIGKILL
     assert list((run_dir(cwd) / "checkpoints").iterdir()) == []
     for steps in (12, 22):  # the second resume has a checkpoint
-        run(f"{program}/train.py --resume auto --precision 32-true --max_steps {steps}", cwd)
+        call(f"{program}/train.py --resume auto --precision 32-true --max_steps {steps}", cwd)
     assert_same_run(cwd, whole)
     saved, expected = (checkpoint(folder, "step-00000022")["optimizer"] for folder in (cwd, whole))
     torch.testing.assert_close(saved["slow"], expected["slow"], atol=0, rtol=0)
@@ -146,10 +146,10 @@ def test_an_optimizer_with_state_of_its_own(program: Path, whole: Path, cwd: Pat
 
 def test_settings_of_the_optimizer_are_those_that_the_options_ask_for(program: Path, cwd: Path):
     """The checkpoint has settings, too: what has changed since then wins."""
-    run(f"train.py {CONSTANT} --epochs 1", cwd)
+    call(f"train.py {CONSTANT} --epochs 1", cwd)
     before = checkpoint(cwd, "step-00000004")["optimizer"]["param_groups"][0]
     replaced(program, "train.py", "fused=fused", "fused=False, betas=(0.8, 0.9)")
-    run(f"{program}/train.py --resume auto --epochs 2 --weight_decay 0.5", cwd)
+    call(f"{program}/train.py --resume auto --epochs 2 --weight_decay 0.5", cwd)
     after = checkpoint(cwd, "step-00000008")["optimizer"]["param_groups"][0]
     changed = {name: after[name] for name in after if after[name] != before[name]}
     assert changed == {"weight_decay": 0.5, "fused": False, "betas": (0.8, 0.9), "lr": 4e-3}
@@ -167,7 +167,7 @@ def test_settings_of_the_optimizer_are_those_that_the_options_ask_for(program: P
 )
 def test_what_a_checkpoint_cannot_hold_is_named_before_training(entry: str, words: str, program: Path, cwd: Path):
     replaced(program, "train.py", '        "step": 0,\n', f'        "step": 0,\n        {entry}\n')
-    error = run(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
     assert words in error and "Traceback" not in error and "--resume" not in error
     assert list(cwd.iterdir()) == []
 
@@ -175,7 +175,7 @@ def test_what_a_checkpoint_cannot_hold_is_named_before_training(entry: str, word
 def test_what_comes_into_state_later_is_named_at_the_next_save(program: Path, cwd: Path):
     line = '        state["step"] = step\n'
     replaced(program, "train.py", line, f'{line}        state["seen"] = {{"file": run.path if step > 4 else ""}}\n')
-    error = run(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
     assert "state['seen']['file'] is a PosixPath" in error and "Traceback" not in error
     assert f"--resume {run_dir(cwd).name}" in error
     assert checkpoint(cwd, "step-00000004")["seen"] == {"file": ""}
@@ -186,12 +186,12 @@ def test_what_comes_into_state_later_is_named_at_the_next_save(program: Path, cw
 
 def test_another_monitor_starts_a_new_best_and_a_new_patience(cwd: Path):
     """An accuracy is not compared with a loss. With this learning rate nothing gets better."""
-    run(f"train.py {SMALL} --base_lr 1e-12 --epochs 3", cwd)
+    call(f"train.py {SMALL} --base_lr 1e-12 --epochs 3", cwd)
     assert (summary(cwd)["best_step"], summary(cwd)["bad_validations"]) == (4, 2)
-    run("train.py --resume auto --epochs 5 --monitor val/loss --early_stopping_patience 3", cwd)
+    call("train.py --resume auto --epochs 5 --monitor val/loss --early_stopping_patience 3", cwd)
     assert summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] >= 16
     assert 2 < summary(cwd)["best"] < 3
-    run("train.py --resume auto --epochs 6 --monitor_mode max", cwd)
+    call("train.py --resume auto --epochs 6 --monitor_mode max", cwd)
     assert summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] == 24
 
 
@@ -201,10 +201,10 @@ def test_after_out_of_memory_the_advice_can_be_followed(program: Path, cwd: Path
     line = "    images, targets = batch\n"
     full = f'    if {is_full}:\n        raise torch.OutOfMemoryError("CUDA out of memory")\n'
     replaced(program, "train.py", line, line + full)
-    error = run(f"{program}/train.py {CONSTANT}", cwd, code=1).stderr
+    error = call(f"{program}/train.py {CONSTANT}", cwd, code=1).stderr
     for size in (32, 16):
         assert f"try --micro_batch_size {size} for the same effective batch size" in error and "Traceback" not in error
-        done = run(f"{program}/train.py --resume auto --micro_batch_size {size}", cwd, code=1 if size == 32 else 0)
+        done = call(f"{program}/train.py --resume auto --micro_batch_size {size}", cwd, code=1 if size == 32 else 0)
         assert f"micro_batch_size {size} instead of 64" in done.stdout
         error = done.stderr
     assert "finished after 20 of 20 steps" in done.stdout
