@@ -194,11 +194,11 @@ def run(main: Callable, config) -> NoReturn:
         end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *getattr(error, "__notes__", [])]))
     except Exception as error:
         cause, hint, notes = error, advice(error, config), getattr(error, "__notes__", [])
-        while cause.__context__ and not isinstance(cause, OSError):
+        while cause and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save covers up a full disk with an error of its own
-        if not isinstance(cause, OSError) and not hint:
-            cause = error
+        if not cause and not hint:
             traceback.print_exception(error)
+        cause = cause or error
         end(1, "; ".join([f"{type(cause).__name__}: {cause}", *hint, *notes]), of_all_ranks=False)
 
 

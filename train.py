@@ -97,11 +97,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if config.summary:
         echo(f"{model}\n{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     model = fabric.setup_module(torch.compile(model, dynamic=False) if config.compile else model)
-    utils.skip_wrapper(fabric, model)
     # After the model was set up: some strategies replace its parameters. Fabric cannot clip a fused one in 16-mixed.
     fused = device.type in ("cpu", "cuda") and config.precision != "16-mixed"
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=fused)
     optimizer = fabric.setup_optimizers(optimizer)
+    utils.skip_wrappers(fabric, model, optimizer)
     metrics = build_metrics(config, train_set).to(device)
 
     # ---- state: what is in it is restored by a resume, what is not is not

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from cli import say
@@ -124,10 +125,11 @@ class StopSignals:
         return received > 0
 
 
-def skip_wrapper(fabric: Fabric, model: nn.Module) -> None:
-    """Lets the model be called past Fabric's wrapper where that converts nothing: 25 of the 230 µs of a small step."""
-    if fabric.strategy.precision.precision == "32-true":
-        model.__dict__["forward"] = model._forward_module  # is found before the wrapper's own, which is its class's
+def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer: Optimizer) -> None:
+    """Lets both be called past Fabric's wrappers where those convert nothing: 30 of the 230 µs of a small step."""
+    if fabric.strategy.precision.precision == "32-true":  # found before the wrappers' own, which are their classes'
+        model.__dict__["forward"] = model._forward_module
+        optimizer.__dict__ |= {"step": optimizer.optimizer.step, "zero_grad": optimizer.optimizer.zero_grad}
 
 
 def clip_gradients(fabric: Fabric, model: nn.Module, optimizer, max_norm: float | None) -> Tensor:
@@ -198,7 +200,7 @@ class Timer:
 def memory(state: dict, device: torch.device) -> str:
     """What the modules and optimizers in `state` hold after the first step, and the most that was taken until then."""
     weights = [[*value.parameters()] for value in state.values() if isinstance(value, nn.Module)]
-    states = [[*value.state.values()] for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    states = [[*value.state.values()] for value in state.values() if isinstance(value, Optimizer)]
     weights, states = (sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) / 1e6
                        for tree in (weights, states))  # fmt: skip
     is_cuda = device.type == "cuda"
