@@ -40,7 +40,7 @@ def resumed(tmp_path_factory) -> Path:
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    call("train.py --resume auto", cwd)
+    run("train.py --resume auto", cwd)  # not in this process: TensorBoard sorts the files of a second by process number
     return run_dir(cwd)
 
 
