@@ -57,7 +57,7 @@ class TensorBoardLogger:
         from torch.utils.tensorboard.summary import hparams
 
         self.writer = SummaryWriter(run_dir / "logs" / "tensorboard", purge_step=last_step + 1)
-        self.close = self.writer.close
+        self.close = self.writer.file_writer.close  # waits for the writer's thread, even where that has failed
         options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
         for summary in hparams(options, {config.monitor: 0}):  # SummaryWriter.add_hparams would make a run of its own
             self.writer.file_writer.add_summary(summary)

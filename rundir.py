@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -226,11 +226,9 @@ class RunDir:
                 torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
     def close(self, kind, error: BaseException | None, trace) -> None:
-        try:
-            for logger in self.loggers:
-                logger.close()
-        finally:  # a logger may fail, say on a full disk
-            if self.lock:
-                self.lock.close()
         if error and self.loggers and checkpoints_of(self.path):
             error.add_note(f"the checkpoints are whole, go on with: python train.py --resume {self.path}")
+        with self.lock or nullcontext():
+            for logger in self.loggers:
+                with suppress(Exception) if error else nullcontext():  # the first error is the one to tell
+                    logger.close()

@@ -673,7 +673,7 @@ def loss_becomes_nan(tries):
         with tries(options) as cwd:
             nan = "\n            if rank == 0: next(model.parameters()).data.mul_(math.nan)"
             done = end_of(start(f"train.py {options}", cwd, repo=at_step(cwd, 37, nan)), cwd)
-            check_failed(done, 1, "loss is nan in the steps before 38")
+            check_failed(done, 1, "loss is nan in the steps up to 38")
             check_whole(cwd)
             assert newest(cwd) == 36
             run(f"train.py --resume {run_dir(cwd).name}", cwd)  # without the fault
