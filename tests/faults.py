@@ -621,7 +621,8 @@ def small_dev_shm(tries):
         mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
         (cwd / "train.sh").write_text(f"exec unshare --mount bash -c '{mount} && exec {train}'\n")
         done = end_of(start(f"{cwd}/train.sh", cwd), cwd, 200)
-        check_failed(done, 1, "data worker.*--num_workers.*--timeout 15 seconds")
+        # A traceback of the worker's own tells what it could not do.
+        check_failed(done, 1, "data worker.*--num_workers.*--timeout 15 seconds", traceback=True)
 
 
 # ---- several runs
