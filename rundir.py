@@ -226,7 +226,7 @@ class RunDir:
                 torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
     def close(self, kind, error: BaseException | None, trace) -> None:
-        if error and self.loggers and checkpoints_of(self.path):
+        if error and self.loggers and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: python train.py --resume {self.path}")
         with self.lock or nullcontext():
             for logger in self.loggers:
