@@ -133,9 +133,11 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
 
 def parse_train(argv: list[str]) -> TrainConfig:
     """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
-    paths = [Path(path) for path in parse(TrainConfig, argv)["config_path"] or () if path]
-    args = [arg for path in paths for arg in file_args(path, "--config_path")] + launcher_args() + argv
+    args = launcher_args() + argv
     values = parse(TrainConfig, args)
+    if paths := [Path(path) for path in values["config_path"] or () if path]:
+        args = [arg for path in paths for arg in file_args(path, "--config_path")] + args
+        values = parse(TrainConfig, args)
     run_dir, root_dir = values["resume"], values["root_dir"]
     if run_dir == "auto":
         run_dir = newest_run(values["out_dir"], root_dir)
