@@ -13,7 +13,8 @@ from typing import Literal, get_args, get_origin
 
 from simple_parsing import field
 
-Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"]
+# Without 16-true, in which the second moments of Adam vanish.
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true"]
 Logger = Literal["csv", "tensorboard", "wandb"]
 
 
@@ -155,9 +156,11 @@ def mode_of(monitor: str) -> str | None:
     return None if is_min == is_max else "min" if is_min else "max"
 
 
-def split_batch(effective_batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
-    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps for the last two. Raises
-    ConfigError, which names the nearest sizes, where it does not divide."""
+def split_batch(effective_batch_size: int, asked: int | None, saved: int | None, world_size: int) -> tuple[int, int]:
+    """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps for the last two. The micro-batch
+    size is the one asked for; else that of the run so far, where it divides; else the largest. Raises ConfigError,
+    which names the nearest effective batch sizes, where it does not divide."""
+    micro_batch_size = asked or (saved if saved and effective_batch_size % (world_size * saved) == 0 else None)
     unit = world_size * (micro_batch_size or 1)
     below = effective_batch_size // unit * unit
     if below == effective_batch_size:

@@ -98,6 +98,11 @@ class TrainSampler(Sampler):
                 yield (before + start) // self.micro_batch_size, order[start : start + self.micro_batch_size]
 
 
+def eval_batch_size(micro_batch_size: int) -> int:
+    """Samples per forward pass of an evaluation, which keeps nothing for a backward pass and has room for more."""
+    return max(micro_batch_size, min(4 * micro_batch_size, 256))
+
+
 class EvalSampler(Sampler):
     """Batches of at most `batch_size` samples (of one more where it is 1), in order, each sample once. All ranks have
     equally many, and none is empty, so that nobody waits. Raises ValueError for fewer samples than ranks."""

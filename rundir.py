@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from cli import to_yaml
 from config import ConfigError, RunError, TrainConfig, blame
@@ -26,14 +27,6 @@ from loggers import LOGGERS, atomically
 from utils import SHARED, differing_rank, on_rank_zero
 
 PLAIN = (int, float, str, bool, type(None))
-
-
-class DirectCheckpointIO(TorchCheckpointIO):
-    """Writes where it is told to. (Fabric's own makes a copy in memory and one in $TMPDIR, which may be too small.)"""
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        with open(path, "wb") as file:
-            torch.save(checkpoint, file)
 
 
 def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
@@ -76,7 +69,6 @@ class RunDir:
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
         self.fabric, self.config, self.state = fabric, config, state
         self.path, self.lock, self.loggers, self.damaged = None, None, [], []
-        fabric.strategy.checkpoint_io = DirectCheckpointIO()
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
         self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
         check_plain("state", state)
@@ -166,19 +158,14 @@ class RunDir:
 
     def write_provenance(self) -> None:
         """What it takes to know later how this start of the run came about."""
-        git = {"commit": "rev-parse HEAD", "status": "status -s", "diff": "diff HEAD"} if shutil.which("git") else {}
-        for name, command in git.items():
-            command = ["git", "-C", str(Path(__file__).parent), *command.split()]
-            git[name] = subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
-        facts = {
-            "command": [sys.executable, *sys.argv],
-            "devices": f"{self.fabric.world_size} x {self.fabric.device.type} on {platform.node()}",
-            "python": f"{platform.python_version()} on {platform.platform()}",
-            "packages": sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info")),
-            "git": git,
-        }
-        path = self.path / "provenance" / time.strftime("%Y%m%d-%H%M%S.json")
-        path.write_text(json.dumps(facts, indent=2) + "\n")
+        packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
+        devices = f"{self.fabric.world_size} x {self.fabric.device.type} on {platform.node()}"
+        python = f"Python {platform.python_version()} on {platform.platform()}"
+        with open(self.path / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "w") as file:
+            print(shlex.join([sys.executable, *sys.argv]), devices, python, *packages, sep="\n", file=file, flush=True)
+            for command in ("rev-parse HEAD", "status --short", "diff HEAD") if shutil.which("git") else ():
+                command = ["git", "-C", str(Path(__file__).parent), *command.split()]
+                subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL)
 
     def log(self, row: dict, step: int) -> None:
         """Gives the numbers of a row to all loggers."""
@@ -196,15 +183,21 @@ class RunDir:
         norm = nn.utils.get_total_norm([p.detach() for module in modules for p in module.parameters()])
         if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
             raise RunError(f"the weights are not finite after step {step}")
-        folder = self.path / "checkpoints"
-        beside, best = folder / "checkpoint.tmp", folder / "best.tmp"
-        self.fabric.save(beside, {**self.state, "checkpoint": {"step": step, "settings": self.settings}})
+        saved = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.state.items()}
+        saved["checkpoint"] = {"step": step, "settings": self.settings}
         if not self.fabric.is_global_zero:
             return
+        if self.fabric.device.type != "cpu":  # all copies at once, into pinned memory; then one wait
+            saved = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
+            torch.accelerator.synchronize(self.fabric.device)
+        folder = self.path / "checkpoints"
+        beside, best = folder / "checkpoint.tmp", folder / "best.tmp"
+        with open(beside, "wb") as file:  # fabric.save would make a copy in memory and another one in $TMPDIR
+            torch.save(saved, file)
+            file.flush()
+            os.fsync(file.fileno())
         if not (self.path / "summary.json").exists() and step_of(beside) != step:
             raise RunError("the checkpoint cannot be read back: is there something in `state` that is not plain?")
-        with open(beside) as file:
-            os.fsync(file.fileno())
         if is_best:  # gets its name first: a kill in between must not lose it
             try:
                 os.link(beside, best)

@@ -25,7 +25,7 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 import utils
-from data import EvalSampler, build_datasets, build_loader
+from data import EvalSampler, build_datasets, build_loader, eval_batch_size
 from loggers import atomically
 from rundir import checkpoints_of, load, step_of
 from train import build_fabric, build_metrics, build_model, validate
@@ -57,8 +57,8 @@ def write_predictions(rows: list[list], results: dict, run_dir: Path) -> None:
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
-    size, world_size = trained.micro_batch_size or trained.effective_batch_size, fabric.world_size
-    size = config.batch_size or max(size, min(4 * size, 256))  # as in train.py
+    world_size = fabric.world_size
+    size = config.batch_size or eval_batch_size(trained.micro_batch_size or trained.effective_batch_size)
     with blame(config, "split", "devices"):
         samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
     loader = build_loader(fabric, dataset, samplers[fabric.global_rank], trained, resources)

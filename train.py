@@ -27,7 +27,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tqdm import tqdm
 
 import utils
-from data import EvalSampler, TrainSampler, build_datasets, build_loader, seeder
+from data import EvalSampler, TrainSampler, build_datasets, build_loader, eval_batch_size, seeder
 from model import Model
 from rundir import RunDir
 
@@ -97,9 +97,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     if config.summary:
         echo(f"{model}\n{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     model = fabric.setup_module(torch.compile(model, dynamic=False) if config.compile else model)
-    # After the model was set up: some strategies replace its parameters. Fabric cannot clip a fused one in 16-mixed.
-    fused = device.type in ("cpu", "cuda") and config.precision != "16-mixed"
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=fused)
+    # After the model was set up: some strategies replace its parameters.
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
     utils.skip_wrappers(fabric, model, optimizer)
     metrics = build_metrics(config, train_set).to(device)
@@ -121,24 +120,23 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         state |= no_best
 
     # ---- what follows from the config, in steps
-    saved_size = state["micro_batch_size"] or batch_size  # stays where it divides
-    asked_size = config.micro_batch_size or (saved_size if batch_size % (saved_size * world_size) == 0 else None)
-    micro_batch_size, grad_accum_steps = split_batch(batch_size, asked_size, world_size)
-    if state["micro_batch_size"] not in (None, micro_batch_size):
+    saved_size = state["micro_batch_size"]
+    micro_batch_size, grad_accum_steps = split_batch(batch_size, config.micro_batch_size, saved_size, world_size)
+    if saved_size not in (None, micro_batch_size):
         echo(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ from here")
     state["micro_batch_size"] = micro_batch_size
     steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))
     peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
     patience = config.early_stopping_patience or math.inf
 
-    # ---- data; a validation keeps nothing for a backward pass, and has room for more samples at once
-    val_samples = min(len(val_set), batch_size * limit(-(-len(val_set) // batch_size), config.limit_val_batches))
-    val_batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))
+    # ---- data
     sizes = (len(train_set), steps_per_epoch, batch_size, micro_batch_size)
     train_sampler = TrainSampler(*sizes, rank, world_size, config.seed)
     train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
+    size = eval_batch_size(micro_batch_size)
+    val_samples = min(len(val_set), batch_size * limit(-(-len(val_set) // batch_size), config.limit_val_batches))
     with blame(config, "limit_val_batches", "devices"):
-        val_sampler = EvalSampler(val_samples, val_batch_size, rank, world_size) if val_samples else []
+        val_sampler = EvalSampler(val_samples, size, rank, world_size) if val_samples else []
     val_loader = build_loader(fabric, val_set, val_sampler, config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
@@ -188,8 +186,9 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         bar.update()
 
         # ---- now and then: log, validate, save
-        is_over, is_best, row = stop(), False, {}
-        if is_log_step or is_val_step or is_save_step or is_over:
+        is_due_step = is_log_step or is_val_step or is_save_step
+        is_over, is_best, row = stop(is_due_step), False, {}
+        if is_due_step or is_over:
             sums.collect()  # waits for the device
         timer.stop()
         if is_log_step:

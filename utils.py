@@ -19,6 +19,7 @@ from resource import RUSAGE_SELF, getrusage
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -36,10 +37,13 @@ def prepare_device(config) -> None:
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if config.accelerator != "cpu" and (config.accelerator != "auto" or has_gpu):
         torch.set_float32_matmul_precision("high")  # TF32; on a CPU it would make small products twice as slow
+        torch.backends.cudnn.deterministic = True  # else the gradients of a convolution may differ from run to run
+        if config.precision == "64-true" and torch.backends.mps.is_available():
+            raise ConfigError("--precision 64-true: Apple's GPUs lack float64; use 32-true or --accelerator cpu")
         return
     torch.set_flush_denormal(True)  # Adam keeps such numbers for dead units: its step took several times longer
-    if config.precision in ("16-mixed", "16-true"):
-        raise ConfigError(f"--precision {config.precision}: the CPU lacks float16; use bf16-mixed or 32-true")
+    if config.precision == "16-mixed":
+        raise ConfigError("--precision 16-mixed: needs a GPU; use bf16-mixed or 32-true")
     if config.strategy == "dp":
         raise ConfigError("--strategy dp: needs GPUs; use ddp, which is faster on them, too")
 
@@ -52,7 +56,10 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         meant = f"--devices {config.devices} --num_nodes {config.num_nodes}: means {fabric.world_size} processes"
         raise ConfigError(f"{meant}, but the launcher has started {started}")
     if hasattr(fabric.strategy, "_timeout"):  # Fabric has no option for it; its own is 30 minutes
-        fabric.strategy._timeout = timedelta(seconds=config.timeout)
+        # On GPUs StopSignals is to give up first: NCCL would abort the process without a word.
+        fabric.strategy._timeout = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
+    if isinstance(fabric.strategy, DDPStrategy):
+        fabric.strategy._ddp_kwargs["gradient_as_bucket_view"] = True  # saves a copy of the gradients
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
@@ -112,10 +119,11 @@ class StopSignals:
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
 
-    def __call__(self) -> bool:
-        """Whether to stop; asked once a step, by all ranks."""
+    def __call__(self, is_due: bool) -> bool:
+        """Whether to stop; called once a step, by all ranks. They ask each other for certain where it `is_due`: before
+        they wait for the device, since a wait for a rank that has died would never end."""
         self.steps += 1
-        if self.group is None or self.steps < self.interval:
+        if self.group is None or (self.steps < self.interval and not is_due):
             return self.group is None and self.received > 0
         answer = torch.tensor([self.received, time.monotonic() - self.asked])
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
@@ -134,10 +142,12 @@ def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer: Optimizer) -> Non
 
 def clip_gradients(fabric: Fabric, model: nn.Module, optimizer, max_norm: float | None) -> Tensor:
     """Clips the norm of all gradients to max_norm, where it is not None. Returns the norm before, on the device."""
-    if max_norm:  # infinite gradients are the scaler's normal start in 16-mixed
-        return fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
-    fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
-    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    if scaler := getattr(fabric.strategy.precision, "scaler", None):
+        scaler.unscale_(optimizer.optimizer)  # Fabric's own clipping refuses this for a fused optimizer
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    if max_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
 
 
 class Sums:

@@ -333,12 +333,14 @@ def test_split_batch(world_size: int, micro: int | None):
     for effective in range(1, 100):
         unit = world_size * (micro or 1)
         if effective % unit == 0:
-            size, accumulation = split_batch(effective, micro, world_size)
-            assert effective == world_size * size * accumulation
-            assert size == micro if micro else accumulation == 1
+            for saved in (None, 2):
+                size, accumulation = split_batch(effective, micro, saved, world_size)
+                assert effective == world_size * size * accumulation
+                kept = saved if saved and effective % (world_size * saved) == 0 else effective // world_size
+                assert size == (micro or kept)
         else:
             with pytest.raises(ConfigError) as error:
-                split_batch(effective, micro, world_size)
+                split_batch(effective, micro, None, world_size)
             below = effective // unit * unit
             named = re.search(
                 rf"--effective_batch_size {effective}: .*; nearest: (?:(\d+) or )?(\d+)$", str(error.value)

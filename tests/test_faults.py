@@ -216,7 +216,7 @@ def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trai
     output = run(command, cwd, **NO_SHARED_STORE).stdout
     assert output.count("is finished") == 1 and "resumed from" not in output
     assert [row["step"] for row in history(cwd)] == ["4", "8", "12", "16", "20"]
-    assert len([*run_dir(cwd).glob("provenance/*.json")]) == 1
+    assert len([*run_dir(cwd).glob("provenance/*.txt")]) == 1
 
 
 def test_the_documented_commands_with_restarts_set_the_variable():
@@ -316,7 +316,7 @@ def test_a_run_that_is_being_written_to_is_not_resumed_by_another(tmp_path):
     assert {path.name for path in folder.iterdir()} <= {
         *(".lock", "config.yaml", "checkpoints", "logs", "provenance", "summary.json", "summary.json.tmp")
     }
-    assert len([*folder.glob("provenance/*.json")]) == 1
+    assert len([*folder.glob("provenance/*.txt")]) == 1
     step = newest(tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > step)
     kill_group(process)

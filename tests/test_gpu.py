@@ -33,9 +33,9 @@ def begin(*args):
     torch.cuda.set_sync_debug_mode("error")
     return learning_rate(*args)
 
-def end(signals):
+def end(*args):
     torch.cuda.set_sync_debug_mode("default")
-    return stop(signals)
+    return stop(*args)
 
 train.learning_rate, utils.StopSignals.__call__ = begin, end
 sys.exit(train.main(config))
@@ -66,8 +66,8 @@ def checkpoint(folder: Path, name: str) -> dict:
 
 def test_a_default_run_learns_on_the_gpu(default):
     assert max(float(row["val/accuracy"]) for row in rows(default)) > 0.8
-    (provenance,) = (default / "provenance").glob("*.json")
-    assert json.loads(provenance.read_text())["devices"].startswith("1 x cuda")
+    (provenance,) = (default / "provenance").iterdir()
+    assert "\n1 x cuda on " in provenance.read_text()
     peak = re.search(r"memory per device: weights .* peak ([\d.e+]+) MB", (default.parent / "stdout").read_text())
     assert float(peak[1]) > 0
     assert all(tensor.device.type == "cpu" for tensor in weights(default).values())
@@ -86,7 +86,16 @@ def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
 
 @pytest.mark.parametrize(
     "options",
-    ["", "--precision bf16-mixed", "--micro_batch_size 16", "--max_grad_norm 1", "--num_workers 1", "--log_interval 5"],
+    [
+        "",
+        "--precision bf16-mixed",
+        "--precision 16-mixed",
+        "--precision 16-mixed --max_grad_norm 1",
+        "--micro_batch_size 16",
+        "--max_grad_norm 1",
+        "--num_workers 1",
+        "--log_interval 5",
+    ],
 )
 def test_a_step_never_waits_for_the_device(options, tmp_path):
     (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(REPO)))
@@ -126,14 +135,11 @@ def test_16_mixed_checkpoints_hold_the_gradient_scaler(tmp_path):
 
 
 def test_a_run_goes_on_in_another_precision(tmp_path):
-    """16-mixed has a gradient scaler, which 32-true has not; and its optimizer must not be a fused one, which Fabric
-    refuses to clip."""
+    """16-mixed has a gradient scaler, which 32-true has not."""
     run(f"{SHORT} --max_grad_norm 1", tmp_path)
-    assert checkpoint(run_dir(tmp_path), "step-00000016")["optimizer"]["param_groups"][0]["fused"] is True
-    run("train.py --resume auto --epochs 3 --precision 16-mixed", tmp_path)
-    assert checkpoint(run_dir(tmp_path), "step-00000024")["optimizer"]["param_groups"][0]["fused"] is False
-    run("train.py --resume auto --epochs 4 --precision 32-true", tmp_path)
-    assert checkpoint(run_dir(tmp_path), "step-00000032")["optimizer"]["param_groups"][0]["fused"] is True
+    for epochs, precision in ((3, "16-mixed"), (4, "32-true"), (5, "bf16-mixed")):
+        run(f"train.py --resume auto --epochs {epochs} --precision {precision}", tmp_path)
+        assert bool(checkpoint(run_dir(tmp_path), f"step-{8 * epochs:08d}")["precision"]) == (precision == "16-mixed")
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])

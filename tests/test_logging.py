@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -230,12 +231,10 @@ def test_a_logger_that_is_not_chosen_is_not_imported(csv_only, package):
 
 
 def test_provenance_tells_what_ran_where_with_what(resumed):
-    first, second = sorted((resumed / "provenance").glob("*.json"))
-    facts = json.loads(first.read_text())
-    assert facts["command"][-len(LONG.split()) + 1 :] == LONG.split()[1:]
-    assert json.loads(second.read_text())["command"][-2:] == ["--resume", "auto"]
-    assert f"torch-{importlib.metadata.version('torch')}" in facts["packages"]
-    assert facts["devices"] == f"1 x cpu on {platform.node()}"
+    first, second = (path.read_text().splitlines() for path in sorted((resumed / "provenance").iterdir()))
+    assert first[0].endswith(shlex.join(LONG.split()[1:])) and second[0].endswith(" --resume auto")
+    assert first[1] == f"1 x cpu on {platform.node()}"
+    assert f"torch-{importlib.metadata.version('torch')}" in first
 
 
 def test_provenance_has_the_commit_of_the_code_and_what_differs_from_it(tmp_path):
@@ -257,8 +256,8 @@ def test_provenance_has_the_commit_of_the_code_and_what_differs_from_it(tmp_path
     for cwd in (repo, elsewhere):
         call(f"{repo}/train.py {SMALL} --max_steps 1 --logger_name csv", cwd)
         (repo / "model.py").write_text((repo / "model.py").read_text() + "# changed\n")
-    for cwd, status, added in ((repo, "", []), (elsewhere, "M model.py", ["+# changed"])):
-        (path,) = run_dir(cwd).glob("provenance/*.json")
-        found = json.loads(path.read_text())["git"]
-        assert (found["commit"], found["status"].strip()) == (commit, status)
-        assert [line for line in found["diff"].splitlines() if line.startswith(("+", "-"))][2:] == added
+    for cwd, status, added in ((repo, [], []), (elsewhere, [" M model.py"], ["+# changed"])):
+        (path,) = run_dir(cwd).glob("provenance/*.txt")
+        found = path.read_text().splitlines()
+        assert found[found.index(commit) + 1 :][:1] == status
+        assert [line for line in found if line.startswith(("+", "-"))][2:] == added

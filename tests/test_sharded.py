@@ -101,7 +101,7 @@ def test_an_optimizer_without_state(tmp_path: Path):
     """SGD without momentum: begins sharded, goes on sharded or not."""
     program = with_recipe("sharded", tmp_path / "program")
     replaced(program, "train.py", OPTIMIZER, "torch.optim.SGD(model.parameters(), lr=1,")
-    replaced(program, "train.py", "fused=fused", "fused=False")  # for shards torch has no fused SGD
+    replaced(program, "train.py", "fused=True", "fused=False")  # for shards torch has no fused SGD
     command = f"{program}/{RUN} --base_lr 0.5"
     for name in ("alone", "began"):
         (tmp_path / name).mkdir()

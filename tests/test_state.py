@@ -148,7 +148,7 @@ def test_settings_of_the_optimizer_are_those_that_the_options_ask_for(program: P
     """The checkpoint has settings, too: what has changed since then wins."""
     call(f"train.py {CONSTANT} --epochs 1", cwd)
     before = checkpoint(cwd, "step-00000004")["optimizer"]["param_groups"][0]
-    replaced(program, "train.py", "fused=fused", "fused=False, betas=(0.8, 0.9)")
+    replaced(program, "train.py", "fused=True", "fused=False, betas=(0.8, 0.9)")
     call(f"{program}/train.py --resume auto --epochs 2 --weight_decay 0.5", cwd)
     after = checkpoint(cwd, "step-00000008")["optimizer"]["param_groups"][0]
     changed = {name: after[name] for name in after if after[name] != before[name]}

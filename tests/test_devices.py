@@ -1,0 +1,120 @@
+"""What goes wrong on a GPU alone, held as far as a CPU can. tests/test_gpu.py has what needs a GPU."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG, ON_2, SMALL, assert_same_run, call, interrupt, kill_group, replaced, run, run_dir
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+
+import utils
+from config import TrainConfig
+from data import build_datasets
+from train import build_model
+
+# 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is
+# refused there.)
+SCALED = """torch.nn  # noqa
+        from lightning.fabric.plugins import MixedPrecision
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        return Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        return Fabric("""
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory) -> Path:
+    """A copy of the programs that trains with a gradient scaler."""
+    return replaced(tmp_path_factory.mktemp("scaled"), "train.py", "return Fabric(", SCALED)
+
+
+def of_another_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Makes the checkpoints of a run those of the second GPU of another machine."""
+    for path in folder.glob("checkpoints/*.ckpt"):
+        saved = torch.load(path, map_location="cpu", weights_only=True)  # two names may be of one file
+        with patch.context() as tagged:
+            tagged.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+            torch.save(saved, path)
+        with pytest.raises(RuntimeError, match="cuda"):
+            torch.load(path, weights_only=True)
+
+
+def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
+    """They are drawn on the CPU; a device has other random numbers."""
+    dataset = build_datasets("digits", None)["train"]
+    torch.manual_seed(0)
+    model = build_model(TrainConfig(), dataset)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_checkpoints_of_another_machines_gpu_are_read(tmp_path, monkeypatch):
+    call(f"train.py {SMALL} --epochs 2", tmp_path)
+    of_another_gpu(run_dir(tmp_path), monkeypatch)
+    for checkpoint in ("best", "last"):
+        assert "accuracy" in call(f"test.py --out_dir train_out --checkpoint {checkpoint}", tmp_path).stdout
+    assert "resumed from" in call("train.py --resume auto --epochs 3", tmp_path).stdout
+
+
+def test_convolutions_are_deterministic_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    precision = torch.get_float32_matmul_precision()
+    utils.prepare_device(TrainConfig(accelerator="gpu"))
+    torch.set_float32_matmul_precision(precision)
+    assert torch.backends.cudnn.deterministic
+
+
+# ---- 16-mixed
+
+
+def test_a_gradient_scaler_is_restored(scaled, tmp_path):
+    """A resume in the middle of its growth gives the same weights; a scale that starts again would not."""
+    command = f"{scaled}/{LONG} --max_grad_norm 1 --max_steps 60"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    call(command, whole)
+    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
+    call(f"{scaled}/train.py --resume auto", killed)
+    assert_same_run(killed, whole)
+    first, last = (
+        torch.load(path, weights_only=True)
+        for path in (run_dir(whole) / "checkpoints").glob("step-*.ckpt")
+        if path.name[5:13] in ("00000058", "00000060")
+    )
+    assert first["precision"]["scale"] != 4.0 and first["precision"] != last["precision"]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
+    """Also those of a fused optimizer, which alone does not wait for the device in each step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    model = fabric.setup_module(torch.nn.Linear(1, 1, bias=False))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
+    fabric.backward(3 * model.weight.sum())
+    assert model.weight.grad.item() == 3 * 1024
+    assert utils.clip_gradients(fabric, model, optimizer, max_norm).item() == 3
+    assert model.weight.grad.item() == pytest.approx(max_norm or 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_without_clipping_gradients_stay_as_they_are(value):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup_module(torch.nn.Linear(2, 1, bias=False))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
+    model.weight.grad = torch.tensor([[value, 1.0]])
+    assert not utils.clip_gradients(fabric, model, optimizer, None).isfinite()
+    assert model.weight.grad[0, 1] == 1
+
+
+# ---- several processes
+
+
+def test_gradients_are_kept_once(tmp_path):
+    """Not a second time in the buckets of DistributedDataParallel."""
+    told = 'print("storages", len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}))'
+    program = replaced(tmp_path / "program", "train.py", "sums.add(values)", f"sums.add(values); {told}")
+    done = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", tmp_path)
+    assert {*re.findall(r"storages (\d+)", done.stdout)} == {"1"}
