@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, kill_group, newest, run, run_dir, start, wait_for
+from conftest import REPO, TORCHRUN, kill_group, newest, replaced, run, run_dir, start, wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -75,8 +75,8 @@ def test_a_default_run_learns_on_the_gpu(default):
 
 def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
     results = []
-    for device in ("gpu", "cpu"):
-        run(f"test.py --out_dir {default} --accelerator {device} --devices 1", default.parent)
+    for environment in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
+        run(f"test.py --out_dir {default} --devices 1", default.parent, **environment)
         results.append(json.loads((default / "test_test_best.json").read_text()))
     on_gpu, on_cpu = results
     assert on_gpu["num_samples"] == on_cpu["num_samples"] > 0
@@ -129,9 +129,44 @@ def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
     assert [int(row["step"]) for row in rows(run_dir(tmp_path))] == list(range(2, 33, 2))
 
 
-def test_16_mixed_checkpoints_hold_the_gradient_scaler(tmp_path):
-    run(f"{SHORT} --precision 16-mixed", tmp_path)
-    assert checkpoint(run_dir(tmp_path), "step-00000016")["precision"]["scale"] > 0
+def test_a_run_of_another_gpu_goes_on_and_is_evaluated(tmp_path):
+    """Its checkpoints name a device that this machine may not have, or that is another one's."""
+    run(SHORT, tmp_path)
+    for path in (run_dir(tmp_path) / "checkpoints").iterdir():
+        saved = torch.load(path, map_location="cuda:0", weights_only=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:9")
+            torch.save(saved, path)
+    run("test.py --out_dir train_out", tmp_path)
+    run("train.py --resume auto --epochs 3", tmp_path)
+
+
+def test_the_gradient_scaler_of_16_mixed_grows_and_is_restored(tmp_path):
+    """It begins with 65,536; one that is not restored begins with it again."""
+    grows = "if scaler := getattr(fabric.strategy.precision, 'scaler', None):\n        scaler.set_growth_interval(4)\n"
+    program = replaced(tmp_path / "program", "train.py", "    run = RunDir(", f"    {grows}    run = RunDir(")
+    run(f"{program}/{SHORT} --precision 16-mixed", tmp_path)
+    before = checkpoint(run_dir(tmp_path), "step-00000016")["precision"]
+    assert before["scale"] != 65536 and before["growth_interval"] == 4
+    run(f"{program}/train.py --resume auto --epochs 3 --num_checkpoint_keep None", tmp_path)
+    after = checkpoint(run_dir(tmp_path), "step-00000018")["precision"]
+    assert after["scale"] in (before["scale"], 2 * before["scale"])
+
+
+def test_batches_come_from_pinned_memory(tmp_path):
+    told = "batch = next(batches)\n        print('pinned', [tensor.is_pinned() for tensor in batch])"
+    for workers in (0, 1):
+        program = replaced(tmp_path / f"program{workers}", "utils.py", "batch = next(batches)", told)
+        # Before they are moved to the device.
+        replaced(program, "data.py", 'move_to_device=fabric.device.type != "cpu"', "move_to_device=False")
+        replaced(program, "train.py", "images, targets = batch", "images, targets = (t.cuda() for t in batch)")
+        done = run(f"{program}/{SHORT} --num_workers {workers} --max_steps 2 --out_dir {workers}", tmp_path)
+        assert done.stdout.count("pinned [True, True]") == 2
+
+
+def test_torchrun_runs_it(tmp_path):
+    done = run(f"{TORCHRUN[:-1]}1 {REPO}/{SHORT} --devices auto", tmp_path)
+    assert "finished after 16 of 16 steps" in done.stdout
 
 
 def test_a_run_goes_on_in_another_precision(tmp_path):
@@ -156,9 +191,12 @@ def test_a_compiled_model_trains(tmp_path):
 
 @two_gpus
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
-def test_two_gpus_train_like_one(strategy, tmp_path):
+def test_two_gpus_train_like_one_and_are_evaluated(strategy, tmp_path):
     options = "--dropout 0 --micro_batch_size 32"
     run(f"{SHORT} {options} --devices 1 --out_dir one", tmp_path)
     run(f"{SHORT} {options} --devices 2 --strategy {strategy} --out_dir two", tmp_path)
     one, two = (weights(run_dir(tmp_path, name)) for name in ("one", "two"))
     torch.testing.assert_close(two, one, atol=1e-4, rtol=0)
+    for devices in (1, 2):
+        run(f"test.py --out_dir two --devices {devices}", tmp_path)
+    run("train.py --resume two --epochs 3 --devices 1, --strategy auto", tmp_path)  # the second GPU alone

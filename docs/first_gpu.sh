@@ -1,0 +1,57 @@
+#!/bin/bash
+# Runs the commands of docs/first_gpu.md in an empty folder and writes a report to be pasted into an issue.
+#   docs/first_gpu.sh            # those of one GPU, and of two where there are two; about 10 minutes
+# Exits with the number of commands that failed.
+repo=$(cd "$(dirname "$0")/.." && pwd)
+folder=$(mktemp -d) report=$PWD/first_gpu_report.md failed=0
+cd "$folder" || exit
+
+# try WHAT-MUST-BE-SEEN COMMAND: a regular expression of the output, and a command that ends with code 0
+try() {
+    echo "... $2"
+    local began=$SECONDS code=0
+    bash -c "$2" >output 2>&1 || code=$?
+    if [[ $code == 0 ]] && grep -Eq -- "$1" output; then
+        echo "- ok, $((SECONDS - began)) s: \`$2\`" >>"$report"
+        grep -Eo -- "$1" output | tail -1 | sed 's/^/    /' >>"$report"
+    else
+        failed=$((failed + 1))
+        printf -- '- **FAILED**, code %s, without `%s`: `%s`\n```\n%s\n```\n' "$code" "$1" "$2" "$(tail -40 output)" >>"$report"
+    fi
+}
+
+echo "# First GPU" >"$report"
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+try '.+, .+' "nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader"
+try 'torch .* cuda .*' "python -c 'import torch; print(\"torch\", torch.__version__, \"cuda\", torch.version.cuda)'"
+try 'commit .*' "git -C $repo log -1 --format='commit %h'"
+
+try 'finished after 2 of 2' "python $repo/train.py --devices 1 --fast_run --log_interval 1"
+try 'best val/accuracy 0.9[0-9]*' "python $repo/train.py --devices 1 --epochs 8"
+try 'accuracy 0.9[0-9]*' "python $repo/test.py --out_dir train_out --devices 1"
+try 'accuracy 0.9[0-9]*' "CUDA_VISIBLE_DEVICES= python $repo/test.py --out_dir train_out --devices 1"
+try 'resumed from .*' "python $repo/train.py --devices 1 --resume train_out --epochs 9"
+for precision in bf16-mixed 16-mixed bf16-true; do
+    try 'best val/accuracy 0.[89][0-9]*' "python $repo/train.py --devices 1 --epochs 8 --precision $precision --out_dir $precision"
+done
+try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --num_workers 2 --micro_batch_size 16 --max_grad_norm 1"
+try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --compile"
+try '.*100%' "python -m pytest -m gpu -n 0 -p no:cacheprovider $repo/tests/test_gpu.py"
+
+if ((gpus > 1)); then
+    try 'effective_batch_size 64 = 2 process' "python $repo/train.py --devices 2 --epochs 8 --out_dir two"
+    try 'accuracy 0.9[0-9]*' "python $repo/test.py --out_dir two --devices 2"
+    try 'resumed from .*' "python $repo/train.py --devices 1, --strategy auto --resume two --epochs 9"
+    try 'finished after 38 of 38' "torchrun --nproc_per_node 2 $repo/train.py --epochs 2"
+    try 'finished after 38 of 38' "python $repo/train.py --devices 2 --strategy dp --epochs 2"
+    # A rank that is killed: the other one says so and ends, at the latest after --timeout seconds.
+    try 'another process died' "python $repo/train.py --devices 2 --epochs 2000 --timeout 30 --out_dir killed &
+        sleep 40; kill -9 \$(pgrep -P \$! -f train.py | head -1); ! wait \$!"
+    for recipe in sharded sync_batchnorm; do
+        try 'finished after 38 of 38' "git clone -q $repo $recipe && git -C $recipe apply recipes/$recipe.patch &&
+            python $recipe/train.py --devices 2 --epochs 2 --out_dir $recipe-out \
+            --strategy $([[ $recipe == sharded ]] && echo model_parallel || echo ddp)"
+    done
+fi
+echo "$failed failed; the report is $report"
+exit "$failed"
