@@ -31,6 +31,7 @@ def parse(cls: type, args: list[str], source: str = "") -> dict:
 
     class Parser(ArgumentParser):
         def error(self, message):
+            message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
             raise ConfigError(source + message.removeprefix("argument "))
 
         def _get_values(self, action, arg_strings):
@@ -116,7 +117,9 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
     finished. Raises ConfigError for a change that a resume cannot make."""
     own_args = file_args(run_dir / "config.yaml", "config of the run")
     before, values = parse(TrainConfig, own_args), parse(TrainConfig, own_args + args)
-    values |= {"resume": str(run_dir), "out_dir": before["out_dir"]}  # the directory keeps its name
+    values["resume"] = str(run_dir)
+    if Path(values["out_dir"]).name == Path(before["out_dir"]).name:  # --resume auto --out_dir FOLDER/NAME
+        values["out_dir"] = before["out_dir"]
     names = [name for name in before if before[name] != values[name] and name not in ("resume", "config_path")]
     changed = {name: f"--{name} {values[name]}" for name in names}
     for name in changed.keys() & {*FIXED_ON_RESUME}:
@@ -135,6 +138,8 @@ def parse_train(argv: list[str]) -> TrainConfig:
     """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
     args = launcher_args() + argv
     values = parse(TrainConfig, args)
+    if sum(arg.startswith("--config_path") for arg in argv) > 1:
+        raise ConfigError("--config_path: give all files behind one, the later wins")
     if paths := [Path(path) for path in values["config_path"] or () if path]:
         args = [arg for path in paths for arg in file_args(path, "--config_path")] + args
         values = parse(TrainConfig, args)
@@ -211,7 +216,9 @@ def advice(error: Exception, config) -> list[str]:
         share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
         smaller = [size for size in range(1, getattr(config, "micro_batch_size", 1) or share) if share % size == 0]
         size = f"--micro_batch_size {smaller[-1]} for the same effective batch size" if smaller else "smaller batches"
-        return [f"out of memory: try {size}"]
+        return [f"out of memory: try {size}, or a smaller model"]
+    if "finished reduction in the prior iteration" in text:
+        return ["parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true"]
     waited = f"for --timeout {config.timeout:g} seconds"
     if "DataLoader" in text:
         return [f"a data worker (--num_workers) died, or did not deliver {waited}"]

@@ -81,7 +81,7 @@ class TrainConfig(MachineConfig):
     val_frequency: float = 1  # Epochs between two validations; fractions are allowed
     val_interval: int | None = None  # Steps between two validations, instead of val_frequency
     monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
-    monitor_mode: Literal["max", "min"] | None = None  # Which of `monitor` is best; None goes by its name, if clear
+    monitor_mode: Literal["max", "min"] | None = None  # Is the max or min of `monitor` best? None goes by its name
 
     checkpoint_frequency: float | None = 1  # Epochs between two checkpoints; None: only the last, and no best.ckpt
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
@@ -101,7 +101,7 @@ class TestConfig(MachineConfig):
     out_dir: str  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, or a checkpoint file
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
-    precision: Precision | None = None  # Number format; None takes that of the training
+    precision: Precision | None = None  # As of train.py; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
     predictions: bool = False  # Write predictions.csv and confusion_matrix.png into the run directory
 
@@ -109,7 +109,7 @@ class TestConfig(MachineConfig):
 MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout",
                "limit_val_batches")  # fmt: skip
 # A change of these would make the saved state, or the position within the epoch, meaningless.
-FIXED_ON_RESUME = ("seed", "dataset", "effective_batch_size", "limit_train_batches", "width", "dropout")
+FIXED_ON_RESUME = ("out_dir", "seed", "dataset", "effective_batch_size", "limit_train_batches", "width", "dropout")
 # A change of these makes a finished run longer.
 LENGTH = ("epochs", "max_steps", "early_stopping_patience")
 OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
@@ -133,7 +133,7 @@ def problems(config: MachineConfig) -> list[str]:
                 found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
         elif value == () or (value == "" and name not in ("comment", "project")):
             found.append(f"--{name}: must not be empty")
-    if Path(config.out_dir).name in ("", "..") or "\0" in config.out_dir + config.root_dir:
+    if Path(config.out_dir).name in ("", "..") or not (config.out_dir + config.root_dir).isprintable():
         found.append(f"--out_dir {config.out_dir!r}: must end in the name of a directory")
     if not re.fullmatch("auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?", config.strategy):
         found.append(f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
@@ -166,7 +166,8 @@ def split_batch(effective_batch_size: int, asked: int | None, saved: int | None,
     if below == effective_batch_size:
         share = effective_batch_size // world_size
         return micro_batch_size or share, share // (micro_batch_size or share)
-    message = f"is no multiple of {world_size} process(es) x micro_batch_size {micro_batch_size or 1}"
+    message = f"is no multiple of {world_size} process(es)"
+    message += f" x micro_batch_size {micro_batch_size}" if micro_batch_size else ""
     nearest = f"{below} or {below + unit}" if below else unit
     raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}; nearest: {nearest}")
 
@@ -210,5 +211,6 @@ def blame(config: MachineConfig, *options: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
-        given = " ".join(f"--{name} {getattr(config, name)}" for name in options)
-        raise ConfigError(f"{given}: {error}") from error
+        values = {f.name: getattr(config, f.name) for f in fields(config) if f.name in options}
+        given = {name: values[name] for name in options if values[name] != getattr(type(config), name, None)} or values
+        raise ConfigError(f"{' '.join(f'--{name} {value}' for name, value in given.items())}: {error}") from error

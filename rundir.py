@@ -13,6 +13,7 @@ import sys
 import time
 import zipfile
 from contextlib import ExitStack, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -72,6 +73,8 @@ class RunDir:
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
         self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
         check_plain("state", state)
+        if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
+            raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
         resources.push(self.close)
         if config.resume:
             self.path = Path(config.resume)
@@ -218,9 +221,16 @@ class RunDir:
             with atomically(self.path / "model.pt", "wb") as file:
                 torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
+    def next_command(self, is_finished: bool) -> str:
+        """What to do after the training."""
+        if not is_finished:
+            return f"python train.py --resume {shlex.quote(str(self.path))}"
+        has_best = (self.path / "checkpoints" / "best.ckpt").exists()
+        return f"python test.py --out_dir {shlex.quote(str(self.path))}{'' if has_best else ' --checkpoint last'}"
+
     def close(self, kind, error: BaseException | None, trace) -> None:
         if error and self.loggers and any(self.path.glob("checkpoints/*.ckpt")):
-            error.add_note(f"the checkpoints are whole, go on with: python train.py --resume {self.path}")
+            error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
         with self.lock or nullcontext():
             for logger in self.loggers:
                 with suppress(Exception) if error else nullcontext():  # the first error is the one to tell

@@ -39,20 +39,20 @@ class Predictions(CatMetric):
         super().update(torch.stack([targets, predictions, confidences], dim=1))
 
 
-def write_predictions(rows: list[list], results: dict, run_dir: Path) -> None:
+def write_predictions(rows: list[list], results: dict, stem: str, run_dir: Path) -> None:
     """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
-    with atomically(run_dir / "predictions.csv") as file:
+    with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
         writer = csv.writer(file)
         writer.writerow(["sample", "target", "prediction", "confidence"])
         writer.writerows([sample, int(target), int(prediction), p] for sample, target, prediction, p in sorted(rows))
-    print(f"predictions {run_dir / 'predictions.csv'}")
+    print(f"predictions {path}")
     if not find_spec("matplotlib"):
-        print("no confusion_matrix.png: that needs matplotlib, see requirements.txt")
+        print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
     elif (confusion := results.get("confusion_matrix")) is not None:
         from torchmetrics.utilities.plot import plot_confusion_matrix
 
         figure, _ = plot_confusion_matrix(confusion.cpu(), add_text=len(confusion) <= 20)
-        figure.savefig(run_dir / "confusion_matrix.png")
+        figure.savefig(run_dir / f"confusion_matrix_{stem}.png")
 
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
@@ -72,6 +72,7 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     results = validate(fabric, trained, fabric.setup_module(model), loader, metrics.to(fabric.device))
     if not fabric.is_global_zero:
         return 0
+    run_dir, stem = Path(config.out_dir), f"{config.split}_{path.stem}"
     print(f"{path} on {len(dataset)} {config.split} samples\n")
     if "confusion_matrix" in results:
         print(utils.format_row(["class", "samples", "accuracy"]))
@@ -79,15 +80,17 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
             print(utils.format_row([i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
     if config.predictions:
         samples = np.concatenate([batch for sampler in samplers for batch in sampler.batches]).tolist()
-        write_predictions([*zip(samples, *results.pop("rows").T.tolist(), strict=True)], results, Path(config.out_dir))
+        rows = [*zip(samples, *results.pop("rows").T.tolist(), strict=True)]
+        write_predictions(rows, results, stem, run_dir)
     for name, value in results.items():
         if isinstance(value, float):
             print(f"{name} {value:.5g}")
-    report = {"checkpoint": str(path), "split": config.split, "num_samples": len(dataset)}
+    report = {"checkpoint": str(path), "step": weights.get("step"), "precision": config.precision}
+    report |= {"split": config.split, "num_samples": len(dataset)}
     report |= {name: value if isinstance(value, float) else value.tolist() for name, value in results.items()}
-    with atomically(file_path := Path(config.out_dir, f"test_{config.split}_{path.stem}.json")) as file:
+    with atomically(run_dir / f"test_{stem}.json") as file:
         json.dump(report, file, indent=2)
-    print(f"results {file_path}")
+    print(f"results {run_dir / f'test_{stem}.json'}")
     return 0
 
 

@@ -223,7 +223,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     best = "none" if state["best"] is None else f"{state['best']:.5g} at step {state['best_step']}"
     echo(f"best {config.monitor} {best}")
     if run.path:
-        echo(f"next: python {'test.py --out_dir' if is_finished else 'train.py --resume'} {run.path}")
+        echo(f"next: {run.next_command(is_finished)}")
     return 0 if is_finished else utils.PREEMPTED
 
 

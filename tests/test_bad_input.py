@@ -73,6 +73,8 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--limit_val_batches 0.0", "--limit_val_batches"),
         ("--out_dir=", "--out_dir"),
         ("--out_dir ..", "--out_dir"),
+        ("--out_dir a\x00b", "--out_dir"),
+        ("--precision 16-true", "bf16-true"),
         ("--root_dir=", "--root_dir"),
         ("--devices=", "--devices"),
         ("--val_interval 1.5", "--val_interval"),
@@ -106,6 +108,20 @@ def test_zero_or_negative(option: str, value: str, tmp_path: Path):
 @pytest.mark.parametrize("value", ["-1e-3", "-.5", "-0.0"])
 def test_negative_number_in_any_spelling(value: str, tmp_path: Path):
     refused(f"train.py --base_lr {value}", tmp_path, "--base_lr")
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ("--logger_name csv mlflow", "--logger_name: 'mlflow': choose from 'csv', 'tensorboard', 'wandb'"),
+        ("--monitor_mode up", "--monitor_mode: 'up': choose from 'max', 'min'"),
+        ("--accelerator cpu --devices 0", "--accelerator cpu --devices 0: "),
+        ("--accelerator cpu --effective_batch_size 5000", "--effective_batch_size 5000: there are only 1217"),
+    ],
+)
+def test_a_message_has_what_was_given_and_no_word_of_typing(options: str, told: str, tmp_path: Path):
+    """Of the options about devices only those that were given."""
+    refused(f"train.py {options}", tmp_path, f"train.py: error: {told}")
 
 
 def test_several_mistakes_are_named_together(tmp_path: Path):

@@ -145,6 +145,13 @@ def test_empty_config_file_changes_nothing():
     assert of_file("# nothing yet\n") == TrainConfig(config_path=("file.yaml",))
 
 
+def test_a_second_config_path_is_refused():
+    """The first would be dropped without a word."""
+    Path("a.yaml").write_text("epochs: 1")
+    with pytest.raises(ConfigError, match="--config_path: give all files behind one"):
+        train("--config_path a.yaml --config_path a.yaml")
+
+
 @pytest.mark.parametrize("option", ["--epoch 3", "--effective 32", "--no_such_option"])
 def test_no_abbreviations(option: str):
     with pytest.raises(ConfigError, match=option.split()[0]):
@@ -314,8 +321,9 @@ def test_resume_of_a_name_means_its_newest_run_and_says_which(capsys):
 
 def test_a_resumed_run_keeps_its_name():
     make_run("20260101-000000-job")
-    config = train("--resume 20260101-000000-job --out_dir other")
-    assert (config.out_dir, config.resume) == ("job", "20260101-000000-job")
+    assert train("--resume auto --out_dir job").out_dir == "job"
+    with pytest.raises(ConfigError, match="--out_dir other: a resume cannot change it"):
+        train("--resume 20260101-000000-job --out_dir other")
 
 
 def test_the_config_of_a_run_can_be_read_in_python():

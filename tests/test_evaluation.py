@@ -3,8 +3,11 @@
 import ast
 import csv
 import json
+import re
+import shlex
 import shutil
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ON_2, REPO, SMALL, call, run, run_dir
+from lightning.fabric import Fabric
 
+from config import TrainConfig
 from model import Model
+from rundir import RunDir
 from test import write_predictions
 
 COUNTS = {"train": 1217, "val": 200, "test": 380}
@@ -32,7 +38,7 @@ def evaluate(folder: Path, options: str = "", script: str = "test.py", name: str
     assert f"{report['checkpoint']} on {report['num_samples']} {report['split']} samples" in done.stdout
     assert f"accuracy {report['accuracy']:.5g}" in done.stdout
     if "--predictions" in options:
-        with open(folder / "predictions.csv", newline="") as file:
+        with open(folder / f"predictions_{path.stem[5:]}.csv", newline="") as file:
             report["rows"] = list(csv.DictReader(file))
     return report
 
@@ -97,7 +103,7 @@ def test_predictions_in_the_order_of_the_dataset(last: dict, expected: tuple):
 
 @pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
 def test_confusion_matrix_is_a_png(last: dict, finished: Path):
-    content = (finished / "confusion_matrix.png").read_bytes()
+    content = (finished / f"confusion_matrix_test_{Path(last['checkpoint']).stem}.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
 
 
@@ -105,10 +111,10 @@ def test_confusion_matrix_is_a_png(last: dict, finished: Path):
 def test_a_confusion_matrix_of_256_classes_is_drawn_in_3_seconds(tmp_path: Path):
     rows = [[sample, sample, (sample + 1) % 256, 0.5] for sample in reversed(range(256))]
     began = time.process_time()
-    write_predictions(rows, {"confusion_matrix": torch.eye(256, dtype=torch.int64)}, tmp_path)
+    write_predictions(rows, {"confusion_matrix": torch.eye(256, dtype=torch.int64)}, "test_best", tmp_path)
     assert time.process_time() - began < 3
-    assert (tmp_path / "confusion_matrix.png").is_file()
-    assert (tmp_path / "predictions.csv").read_text().splitlines()[256] == "255,255,0,0.5"
+    assert (tmp_path / "confusion_matrix_test_best.png").is_file()
+    assert (tmp_path / "predictions_test_best.csv").read_text().splitlines()[256] == "255,255,0,0.5"
 
 
 def test_other_batch_size_and_precision(finished: Path, expected: tuple):
@@ -210,3 +216,29 @@ def test_fewer_samples_than_processes_are_refused_in_one_line(own: Path):
     error = run(f"{own}/test.py --out_dir {run_dir(own)} --accelerator cpu {ON_2}", own, code=2).stderr
     assert "Traceback" not in error
     assert error.splitlines()[-1].startswith("test.py: error: ") and "1 samples are too few" in error
+
+
+def test_evaluations_of_other_splits_and_checkpoints_stay(finished: Path, tmp_path: Path):
+    """Each tells of which step it is, and in which precision."""
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    for options in ("--predictions", "--predictions --split val --checkpoint last --precision bf16-mixed"):
+        call(f"test.py --out_dir {folder.name} --accelerator cpu {options}", tmp_path)
+    for stem, precision in (("test_best", "32-true"), ("val_step-00000020", "bf16-mixed")):
+        report = json.loads((folder / f"test_{stem}.json").read_text())
+        saved = torch.load(tmp_path / report["checkpoint"], weights_only=True)
+        assert (report["step"], report["precision"]) == (saved["step"], precision)
+        assert (folder / f"predictions_{stem}.csv").is_file()
+
+
+@pytest.mark.parametrize("options", ["--checkpoint_frequency None", "--limit_val_batches 0 --monitor train/loss"])
+def test_the_next_command_can_be_pasted(options: str, tmp_path: Path):
+    """Also where there is no best.ckpt, and the name has a space."""
+    root = tmp_path / "my runs"
+    root.mkdir()
+    out = call(f"train.py {SMALL} --max_steps 2 {options}", root).stdout
+    told = re.search(r"^next: python test.py (.*)$", out, re.MULTILINE)[1]
+    assert ("--checkpoint last" in told) == ("None" in options)
+    call(f"test.py {told} --accelerator cpu", root)
+    config = TrainConfig(accelerator="cpu", resume=str(run_dir(root)))
+    run_directory = RunDir(Fabric(accelerator="cpu", devices=1), config, {"step": 0}, ExitStack())
+    assert shlex.split(run_directory.next_command(False)) == ["python", "train.py", "--resume", str(run_dir(root))]

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.metadata
+import importlib.util
 import json
 import math
 import platform
@@ -225,6 +226,13 @@ def test_a_logger_that_is_not_chosen_is_not_imported(csv_only, package):
     assert "torch" in modules
     assert not [name for name in modules if name.split(".")[0] == package]
     assert not (folder / "logs" / package).exists()
+
+
+def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    error = call(f"train.py {SMALL} --logger_name csv wandb", tmp_path, code=2).stderr
+    assert error == "train.py: error: --logger_name wandb: is not installed; pip install wandb\n"
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- provenance
