@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -78,6 +79,7 @@ def file_args(path: Path, option: str) -> list[str]:
 def launcher_args() -> list[str]:
     """What `fabric run`, torchrun and srun say about the devices: they have started the processes already, and Fabric
     by itself would take each process of torchrun or srun on a CPU for a run of its own."""
+    warnings.filterwarnings("ignore", ".*The `srun` command is available")  # on each login node
     # Taken out of the environment: `fabric run` is torchrun with options, and with them Fabric would connect at once.
     os.environ.pop("LT_CLI_USED", None)
     asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in DEVICE_OPTIONS}
@@ -206,7 +208,10 @@ def run(main: Callable, config) -> NoReturn:
         if not cause and not hint:
             traceback.print_exception(error)
         cause = cause or error
-        end(1, "; ".join([f"{type(cause).__name__}: {cause}", *hint, *notes]), of_all_ranks=False)
+        what = f"{type(cause).__name__}: {cause}".strip()
+        if "Original Traceback" in what:  # of a data worker; printed above
+            what = what.splitlines()[-1]
+        end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 
 def advice(error: Exception, config) -> list[str]:
@@ -220,7 +225,7 @@ def advice(error: Exception, config) -> list[str]:
     if "finished reduction in the prior iteration" in text:
         return ["parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true"]
     waited = f"for --timeout {config.timeout:g} seconds"
-    if "DataLoader" in text:
+    if re.search(r"DataLoader (worker \(|timed out)", text):
         return [f"a data worker (--num_workers) died, or did not deliver {waited}"]
     if re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE):
         return [f"another process died, or did not answer {waited}: see its message"]

@@ -1,5 +1,6 @@
 """What goes wrong on a GPU alone, held as far as a CPU can. tests/test_gpu.py has what needs a GPU."""
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -118,3 +119,13 @@ def test_gradients_are_kept_once(tmp_path):
     program = replaced(tmp_path / "program", "train.py", "sums.add(values)", f"sums.add(values); {told}")
     done = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", tmp_path)
     assert {*re.findall(r"storages (\d+)", done.stdout)} == {"1"}
+
+
+def test_where_slurm_is_installed_no_hint_of_it_is_printed(tmp_path):
+    """As on the login node of a cluster."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    done = run(f"train.py {SMALL} --fast_run", tmp_path, PATH=f"{srun.parent}:{os.environ['PATH']}")
+    assert "srun" not in done.stderr + done.stdout

@@ -376,6 +376,24 @@ def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
+def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_path):
+    """Also where a data worker met it: the worker has not died."""
+    mistake = 'index = torch.as_tensor(indices)\n        if self.shift and 7 in index:\n            raise ValueError("bad 7")'
+    program = replaced(tmp_path / "program", "data.py", "index = torch.as_tensor(indices)", mistake)
+    error = call(f"{program}/train.py {SMALL} --limit_train_batches None --num_workers 1", tmp_path, code=1).stderr
+    assert 'data.py", line' in error and "Traceback" in error
+    assert error.splitlines()[-1].startswith("train.py: error: rank 0: ValueError: bad 7")
+    assert "data worker" not in error.splitlines()[-1]
+
+
+def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
+    unused = "self.unused = nn.Linear(2, 2)\n        self.layers = nn.Sequential("
+    program = replaced(tmp_path / "program", "model.py", "self.layers = nn.Sequential(", unused)
+    error = run(f"{program}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr
+    assert "give --strategy ddp_find_unused_parameters_true" in error.splitlines()[-1] and "Traceback" not in error
+    run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
+
+
 def test_out_of_memory_names_a_smaller_micro_batch_size(tmp_path):
     process = start("train.py --accelerator cpu --effective_batch_size 1200 --width 512", tmp_path)
     wait_for(lambda: process.poll() is not None or list(tmp_path.glob("2*/config.yaml")))
