@@ -378,8 +378,9 @@ def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
 
 def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_path):
     """Also where a data worker met it: the worker has not died."""
-    mistake = 'index = torch.as_tensor(indices)\n        if self.shift and 7 in index:\n            raise ValueError("bad 7")'
-    program = replaced(tmp_path / "program", "data.py", "index = torch.as_tensor(indices)", mistake)
+    line = "index = torch.as_tensor(indices)\n"
+    mistake = '        if self.shift and 7 in index:\n            raise ValueError("bad 7")\n'
+    program = replaced(tmp_path / "program", "data.py", line, line + mistake)
     error = call(f"{program}/train.py {SMALL} --limit_train_batches None --num_workers 1", tmp_path, code=1).stderr
     assert 'data.py", line' in error and "Traceback" in error
     assert error.splitlines()[-1].startswith("train.py: error: rank 0: ValueError: bad 7")
