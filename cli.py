@@ -148,7 +148,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
     run_dir, root_dir = values["resume"], values["root_dir"]
     if run_dir == "auto":
         run_dir = newest_run(values["out_dir"], root_dir)
-    elif run_dir:
+    elif run_dir is not None:  # also ""
         run_dir = find_run("--resume", run_dir, root_dir)
     return TrainConfig(**(resume_options(run_dir, args) if run_dir else values | {"resume": None}))
 

@@ -299,6 +299,13 @@ def test_a_finished_run_is_not_trained_again(resume: str, capsys):
     assert (longer.resume, longer.epochs, longer.gamma) == ("20260102-000000-train_out", 30, 0.5)
 
 
+@pytest.mark.parametrize("given", ["--resume=", "--resume= --out_dir x"])
+def test_resume_of_an_empty_name_starts_no_new_run(given: str):
+    """`--resume "$RUN"`, where RUN is not set."""
+    with pytest.raises(ConfigError, match="--resume : no such run"):
+        train(given)
+
+
 def test_resume_takes_the_options_of_the_run(capsys):
     """Nothing has to be typed again; what is typed wins, and is told."""
     make_run("20260101-000000-x", epochs=7, gamma=0.5, effective_batch_size=32)
