@@ -142,7 +142,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
     values = parse(TrainConfig, args)
     if sum(arg.startswith("--config_path") for arg in argv) > 1:
         raise ConfigError("--config_path: give all files behind one, the later wins")
-    if paths := [Path(path) for path in values["config_path"] or () if path]:
+    if paths := [Path(path) for path in values["config_path"] or () if path is not None]:
         args = [arg for path in paths for arg in file_args(path, "--config_path")] + args
         values = parse(TrainConfig, args)
     run_dir, root_dir = values["resume"], values["root_dir"]

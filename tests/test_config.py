@@ -299,10 +299,10 @@ def test_a_finished_run_is_not_trained_again(resume: str, capsys):
     assert (longer.resume, longer.epochs, longer.gamma) == ("20260102-000000-train_out", 30, 0.5)
 
 
-@pytest.mark.parametrize("given", ["--resume=", "--resume= --out_dir x"])
-def test_resume_of_an_empty_name_starts_no_new_run(given: str):
+@pytest.mark.parametrize("given", ["--resume=", "--resume= --out_dir x", "--config_path="])
+def test_an_empty_name_is_not_ignored(given: str):
     """`--resume "$RUN"`, where RUN is not set."""
-    with pytest.raises(ConfigError, match="--resume : no such run"):
+    with pytest.raises(ConfigError, match="--resume : no such run|--config_path: cannot read"):
         train(given)
 
 
