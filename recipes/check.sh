@@ -1,5 +1,6 @@
 #!/bin/bash
-# Says which of recipes/*.patch still apply to the code as it is, and why others do not. Exits with how many do not.
+# Says which of recipes/*.patch still apply to the code as it is, and why others do not; in brackets how many files a
+# recipe changes, and how many lines it adds and removes there (not in model.py). Exits with how many do not apply.
 #   recipes/check.sh
 #   recipes/check.sh --write    # also writes those that apply anew, with the line numbers and lines of today
 # To mend another: apply it with `git apply --reject`, make the rejected change by hand, and put `git diff -U1` below
@@ -17,7 +18,9 @@ for recipe in recipes/*.patch; do
         failed=$((failed + 1))
         continue
     fi
-    echo "applies: $recipe"
+    changed=$(in_copy diff --cached --numstat --diff-filter=M -- . ':!model.py' |
+        awk '{ lines += $1 + $2 } END { print NR " files, " lines + 0 " lines" }')
+    echo "applies: $recipe  ($changed)"
     if [[ $1 == --write ]]; then
         sed '/^diff --git/,$d' "$recipe" >"$copy/.git/recipe" # what stands above the diff
         in_copy diff --cached -U1 --no-color >>"$copy/.git/recipe"

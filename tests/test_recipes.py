@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
 
     def check(option: str = "", code: int = 0) -> dict[str, str]:
         lines = run(f"{tmp_path}/recipes/check.sh {option}", tmp_path, code).stdout.splitlines()
-        return {line.partition("recipes/")[2]: line.partition(":")[0] for line in lines}
+        return {re.search(r"recipes/(\S+)", line)[1]: line.partition(":")[0] for line in lines}
 
     for path in REPO.glob("*.py"):
         shutil.copy(path, tmp_path)
