@@ -85,7 +85,7 @@ class Sweep:
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.folder / f"{self.name}.journal")))
         random = optuna.samplers.RandomSampler()
         sampler = random if self.args.sampler == "random" else optuna.samplers.TPESampler(constant_liar=True)
-        pruner = optuna.pruners.MedianPruner() if self.args.prune else optuna.pruners.NopPruner()
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if self.args.prune else optuna.pruners.NopPruner()
         with self.lock:
             self.study = optuna.create_study(
                 storage=storage, study_name=self.name, direction=f"{mode}imize", sampler=sampler, pruner=pruner,
@@ -278,7 +278,11 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20, help="points to draw, of ranges (20)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own (1)")
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe", help="how points are drawn (tpe)")
-    parser.add_argument("--prune", action="store_true", help="stop what is below the median; reads the csv logger")
+    parser.add_argument(
+        "--prune",
+        action="store_true",
+        help="stop a run that stays below the median of the others, once there are four; needs the csv logger",
+    )
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
     args.options = sys.argv[end + 1 :]

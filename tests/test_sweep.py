@@ -18,7 +18,7 @@ OPTIONS = (
 GRID = "width: [4, 5]\nseed: [1, 2]\nepochs: 2\n"
 
 
-def trials(cwd: Path, name: str) -> list:
+def trials(cwd: Path, name: str = "grid") -> list:
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(f"{cwd}/{name}.journal"))
     found = optuna.load_study(study_name=name, storage=storage).get_trials()
     return [trial for trial in found if "is_left" not in trial.user_attrs]
@@ -44,7 +44,7 @@ def alone(tmp_path_factory) -> Path:
 def test_a_grid_trains_each_point_with_each_seed_and_takes_the_mean(alone):
     found = bests(alone)
     assert {*found} == {f"grid-width={width}-seed={seed}" for width in (4, 5) for seed in (1, 2)}
-    for trial in trials(alone, "grid"):
+    for trial in trials(alone):
         values = [found[f"grid-width={trial.params['width']}-seed={seed}"] for seed in (1, 2)]
         assert trial.value == pytest.approx(sum(values) / 2)
 
@@ -71,11 +71,23 @@ def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_
         out, err = process.communicate()
         assert process.returncode == 0, out + err
     assert bests(tmp_path) == bests(alone)
-    assert [trial.value for trial in trials(tmp_path, "grid")] == [trial.value for trial in trials(alone, "grid")]
+    values, expected = ({str(trial.params): trial.value for trial in trials(cwd)} for cwd in (tmp_path, alone))
+    assert values == expected
 
 
-def test_ranges_are_drawn_and_pruned(tmp_path):
-    """The third run learns nothing, is below the median at once, and is stopped."""
+def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
+    """The last one learns nothing."""
+    (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 1.0e-9]\nepochs: 100\nwidth: 4\n")
+    run(f"{SWEEP} p.yaml --prune {OPTIONS}", tmp_path)
+    *others, last = trials(tmp_path, "p")
+    assert [trial.state.name for trial in others] == ["COMPLETE"] * 4 and last.state.name == "PRUNED"
+    (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {
+        path.parent for path in tmp_path.glob("*/model.pt")
+    }
+    assert "base_lr=1e-09" in stopped.name and [*stopped.glob("checkpoints/step-*")]
+
+
+def test_points_of_ranges_are_drawn(tmp_path):
     (tmp_path / "s.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2, log: true}\nwidth: {low: 4, high: 8, step: 2}\n")
     run(f"{SWEEP} s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path)
     for trial in trials(tmp_path, "s"):
