@@ -1,0 +1,84 @@
+"""recipes/regression.patch: a number for each row of a table, with errors in its own unit."""
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir
+from sklearn.datasets import load_diabetes
+from sklearn.metrics import mean_absolute_error, r2_score
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec.loader.exec_module(found := importlib.util.module_from_spec(spec))
+    return found
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("regression", tmp_path_factory.mktemp("regression"))
+
+
+@pytest.fixture(scope="module")
+def trained(program: Path, tmp_path_factory) -> Path:
+    """Where a run with the defaults is finished."""
+    cwd = tmp_path_factory.mktemp("trained")
+    call(f"{program}/train.py --accelerator cpu", cwd)
+    return cwd
+
+
+def evaluate(program: Path, cwd: Path, how=call, options: str = "") -> dict:
+    how(f"{program}/test.py --out_dir train_out --accelerator cpu {options}", cwd)
+    return json.loads((run_dir(cwd) / "test_test_best.json").read_text())
+
+
+def test_it_learns(trained: Path):
+    summary = json.loads((run_dir(trained) / "summary.json").read_text())
+    assert summary["monitor"] == "min val/loss"
+    assert summary["best"] < 0.5  # of the variance of the target
+
+
+def test_the_errors_are_in_the_unit_of_the_target(program: Path, trained: Path):
+    """As scikit-learn computes them from its own targets; what normalises comes from the training set."""
+    datasets = module(program / "diabetes.py").build_diabetes()
+    for values in datasets["train"].tensors:
+        torch.testing.assert_close(values.mean(0), torch.zeros_like(values[0]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(values.std(0, correction=0), torch.ones_like(values[0]))
+    model = module(program / "model.py").Model(10).eval()
+    model.load_state_dict(torch.load(run_dir(trained) / "checkpoints" / "best.ckpt")["model"])
+    outputs = model(datasets["test"].tensors[0]).detach().double().numpy()
+    progression = load_diabetes().target[np.random.default_rng(0).permutation(442)]
+    train, test = progression[:242], progression[342:]
+    predictions = outputs * train.std() + train.mean()
+    found = evaluate(program, trained)
+    assert found["num_samples"] == 100
+    assert found["mae"] == pytest.approx(mean_absolute_error(test, predictions), rel=1e-5)
+    assert found["r2"] == pytest.approx(r2_score(test, predictions), abs=1e-5)
+    assert found["loss"] == pytest.approx(np.mean((test - predictions) ** 2) / train.var(), rel=1e-5)
+    assert "confusion_matrix" not in found
+
+
+def test_two_processes_find_the_same_errors(program: Path, trained: Path):
+    one, two = evaluate(program, trained), evaluate(program, trained, run, ON_2)
+    assert {name: two[name] for name in ("loss", "mae", "r2")} == pytest.approx(
+        {name: one[name] for name in ("loss", "mae", "r2")}, rel=1e-5
+    )
+
+
+def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
+    command = f"{program}/{LONG} --effective_batch_size 24 --micro_batch_size 8"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    call(command, whole)
+    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
+    call(f"{program}/train.py --resume train_out", killed)
+    assert_same_run(whole, killed)

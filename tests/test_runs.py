@@ -1,0 +1,213 @@
+"""recipes/runs.py, on run directories that are written here, and on a real one."""
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+from statistics import mean, stdev
+
+import pytest
+import yaml
+from conftest import REPO, call
+
+OPTIONS = {"out_dir": "x", "seed": 0, "width": 32, "logger_name": ["csv"], "effective_batch_size": 100,
+           "monitor": "val/accuracy", "monitor_mode": None}  # fmt: skip
+HOLD_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def make(folder: Path, number: int, values: list[float], finished: bool = True, **options) -> Path:
+    """A run that has validated and logged every tenth step; each took a tenth of a second."""
+    (path := folder / f"20260101-{number:06}-x").mkdir()
+    options = OPTIONS | options
+    (path / "config.yaml").write_text(yaml.safe_dump(options, sort_keys=False))
+    mode = options["monitor_mode"] or "max"
+    best = (max if mode == "max" else min)(values)
+    summary = {"step": 10 * len(values), "monitor": f"{mode} {options['monitor']}", "best": best}
+    summary["best_step"] = 10 * values.index(best) + 10
+    (path / "summary.json").write_text(json.dumps(summary))
+    (path / "logs" / "csv").mkdir(parents=True)
+    with open(path / "logs" / "csv" / "metrics.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "lr", "samples_per_second", options["monitor"]])
+        writer.writerows([10 * i, 0.1, 1000.0, value] for i, value in enumerate(values, 1))
+    (path / ".lock").touch()
+    if finished:
+        (path / "model.pt").touch()
+    return path
+
+
+def runs(folder: Path, options: str = "", code: int = 0) -> subprocess.CompletedProcess:
+    return call(f"recipes/runs.py {folder} {options}", folder, code)
+
+
+def table(folder: Path, options: str = "") -> list[dict]:
+    return list(csv.DictReader(io.StringIO(runs(folder, f"{options} --format csv").stdout)))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two widths, three seeds of each."""
+    for number in range(6):
+        make(tmp_path, number, [0.5, 0.9 + number / 100, 0.7], seed=number % 3, width=(32, 64)[number // 3])
+    return tmp_path
+
+
+def test_a_row_has_the_options_that_differ_and_the_results(sweep: Path):
+    rows = table(sweep)
+    assert [*rows[0]] == ["run", "seed", "width", "best", "best_step", "step", "time", "state"]
+    assert [*rows[4].values()][:6] == ["20260101-000004-x", "1", "64", "0.9400000000000001", "20", "30"]
+    assert float(rows[4]["time"]) == pytest.approx(3)
+    lines = runs(sweep).stdout.splitlines()
+    assert lines[0] == "best: max val/accuracy"
+    assert lines[6].split() == ["20260101-000004-x", "1", "64", "0.94", "20", "30", "0:00:03", "finished"]
+    assert len(lines) == 8
+
+
+def test_the_state_of_a_run(tmp_path: Path):
+    """A resume that is under way counts as running, also where the run was finished before."""
+    paths = [make(tmp_path, number, [0.5], finished=number > 1) for number in range(4)]
+    held = [subprocess.Popen([sys.executable, "-c", HOLD_LOCK, paths[number] / ".lock"], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE) for number in (1, 3)]  # fmt: skip
+    try:
+        assert all(process.stdout.readline() for process in held)
+        assert [row["state"] for row in table(tmp_path)] == ["interrupted", "running", "finished", "running"]
+        assert all(process.poll() is None for process in held)
+    finally:
+        for process in held:
+            process.communicate(b"\n")
+    assert [row["state"] for row in table(tmp_path)] == ["interrupted", "interrupted", "finished", "finished"]
+
+
+def test_a_run_in_progress_counts_rows_after_its_last_checkpoint(tmp_path: Path):
+    path = make(tmp_path, 0, [0.5, 0.8, 0.9], finished=False)
+    (path / "summary.json").write_text(json.dumps({"step": 10, "monitor": "max val/accuracy", "best": 0.5}))
+    (row,) = table(tmp_path)
+    assert (row["best"], row["best_step"], row["step"]) == ("0.9", "30", "30")
+    (path / "summary.json").unlink()
+    assert table(tmp_path) == [row]  # the name of the monitored value tells the mode
+
+
+def test_grouped_over_seeds(sweep: Path):
+    rows = table(sweep, "--group")
+    assert [*rows[0]] == ["width", "mean", "std", "n", "state"]
+    assert [row["width"] for row in rows] == ["32", "64"]
+    assert float(rows[1]["mean"]) == pytest.approx(mean([0.93, 0.94, 0.95]))
+    assert float(rows[1]["std"]) == pytest.approx(stdev([0.93, 0.94, 0.95]))
+    assert (rows[1]["n"], rows[1]["state"]) == ("3", "3 finished")
+    (sweep / "20260101-000005-x" / "model.pt").unlink()
+    assert table(sweep, "--group")[1]["state"] == "2 finished, 1 interrupted"
+
+
+def test_sorted_and_filtered(sweep: Path):
+    assert [row["run"][14] for row in table(sweep, "--sort best")] == [*"543210"]
+    assert [row["seed"] for row in table(sweep, "--sort seed")] == [*"001122"]
+    assert [row["run"][14] for row in table(sweep, "--filter width=64.0 --filter seed=1")] == ["4"]
+    assert [row["run"][14] for row in table(sweep, "--filter run=*0004-* state=finished")] == ["4"]
+    shutil.rmtree(sweep / "20260101-000005-x")
+    make(sweep, 9, [9.0, 0.1], monitor="val/loss", monitor_mode="min", width=10)
+    assert [row["best"] for row in table(sweep, "--filter monitor=val/loss")] == ["0.1"]
+
+
+def test_markdown(sweep: Path):
+    lines = runs(sweep, "--group --format markdown").stdout.splitlines()
+    assert lines[:2] == ["| width | mean | std | n | state |", "| --- | --- | --- | --- | --- |"]
+    assert lines[3] == "| 64 | 0.94 | 0.01 | 3 | 3 finished |"
+
+
+DAMAGE = {
+    "config.yaml": [
+        "",
+        "a: [",
+        "- list",
+        "a: [[b], {c: d}]",
+        "width: 64\nmonitor: val/accuracy\neffective_batch_size: many",
+    ],
+    "summary.json": ["", '{"step": 3', "[1]", "\0\0\0", '{"step": "x"}'],
+    "logs/csv/metrics.csv": ["", "\0\0", "step,val/accuracy\n10,0.5\n20", "step\n", "a,b\n1,2\n", "step,lr\nx,y\n"],
+}
+
+
+@pytest.mark.parametrize("name, text", [(name, text) for name, texts in DAMAGE.items() for text in texts])
+def test_a_damaged_run_does_not_hide_the_others(name: str, text: str, sweep: Path):
+    (sweep / "20260101-000002-x" / name).write_text(text)
+    done = runs(sweep, "--format csv")
+    assert len(done.stdout.splitlines()) == 7
+    assert re.search("20260101-000004-x,1,64,.*0.94", done.stdout)
+    assert "Traceback" not in done.stderr
+    if text in ("a: [", "- list", '{"step": 3', "[1]", '{"step": "x"}'):
+        assert f"20260101-000002-x/{name} is damaged: " in done.stderr
+    (sweep / "20260101-000002-x" / name).unlink()
+    done = runs(sweep, "--format csv")
+    assert len(done.stdout.splitlines()) == 7
+    assert ("config.yaml is missing" in done.stderr) == (name == "config.yaml")
+    runs(sweep, "--group --sort mean")
+
+
+def test_a_row_that_is_cut_does_not_count(tmp_path: Path):
+    path = make(tmp_path, 0, [0.5], finished=False)
+    (path / "summary.json").unlink()
+    with open(path / "logs" / "csv" / "metrics.csv", "a") as file:
+        file.write("20,0.1,1000.0,0.9")  # of 0.09
+    assert table(tmp_path)[0]["best"] == "0.5"
+
+
+def test_plot(sweep: Path):
+    pytest.importorskip("matplotlib")
+    runs(sweep, "--plot curves.png --filter width=64")
+    assert (sweep / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "--plot curves.xyz: " in runs(sweep, "--plot curves.xyz", code=2).stderr
+
+
+def test_diff(sweep: Path):
+    for number, version in ((0, "1.0"), (5, "1.1")):
+        (folder := sweep / f"20260101-00000{number}-x" / "provenance").mkdir()
+        head = f"python train.py\n1 x cpu\nPython 3.11\nsame-1.0\nsome-pack-{version}\n{'a' * 40}\n M train.py\n"
+        (folder / "20260101-000000.txt").write_text(f"{head}diff --git a/train.py b/train.py\n+code of {version}\n")
+    lines = [line.split() for line in runs(sweep, "--diff 000000 20260101-000005-x").stdout.splitlines()]
+    for line in ("seed 0 2", "width 32 64", "some-pack 1.0 1.1", "best 0.9 0.95", "-+code of 1.0", "++code of 1.1"):
+        assert line.split() in lines
+    assert not {"same", "logger_name", "step"} & {line[0] for line in lines if line}
+    assert runs(sweep, "--diff 000000 000000").stdout.count("all the same") == 4
+
+
+MISTAKES = ("--sort colour", "--filter colour=red", "--filter width", "--filter width=7", "--format pdf", "--colour",
+            "--diff 000000", "--diff 000000 nine", "--diff 000000 2026", "../nowhere")  # fmt: skip
+
+
+@pytest.mark.parametrize("options", MISTAKES)
+def test_a_mistake_is_one_line(options: str, sweep: Path):
+    done = runs(sweep, options, code=2)
+    assert done.stderr.startswith("runs.py: error: ") and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_no_run_and_no_directory(tmp_path: Path):
+    assert "no run in it" in runs(tmp_path, code=2).stderr
+
+
+def test_200_runs_within_a_second_and_without_torch(tmp_path: Path):
+    for number in range(200):
+        make(tmp_path, number, [i / 100 for i in range(100)], seed=number)
+        with open(tmp_path / f"20260101-{number:06}-x" / "config.yaml", "a") as file:
+            file.writelines(f"option_{i}: {i}\n" for i in range(45))
+    code = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "except SystemExit: assert 'torch' not in sys.modules; raise"
+    before = getrusage(RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code, REPO / "recipes" / "runs.py", tmp_path, "--sort", "best"],
+                          capture_output=True, text=True)  # fmt: skip
+    after = getrusage(RUSAGE_CHILDREN)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 202, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1  # of CPU time
+
+
+def test_a_real_run(finished: Path):
+    (row,) = table(finished)
+    summary = json.loads((finished / "summary.json").read_text())
+    found = float(row["best"]), int(row["best_step"]), int(row["step"]), row["state"]
+    assert found == (summary["best"], summary["best_step"], summary["step"], "finished")
+    assert 0 < float(row["time"]) < 60
+    assert "code" in runs(finished.parent, f"--diff {finished.name} {finished.name}").stdout
