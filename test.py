@@ -110,6 +110,8 @@ def main(config: TestConfig) -> int:
     fabric.seed_everything(trained.seed, verbose=False)
     with blame(config, "data_dir"):
         dataset = build_datasets(trained.dataset, config.data_dir, augment=False)[config.split]
+    if config.predictions and not hasattr(dataset, "num_classes"):
+        raise ConfigError("--predictions: are of classes, and the dataset has no num_classes")
     return utils.launch(fabric, config, lambda resources: test(fabric, config, trained, dataset, path, resources))
 
 

@@ -82,3 +82,8 @@ def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
     assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
     call(f"{program}/train.py --resume train_out", killed)
     assert_same_run(whole, killed)
+
+
+def test_predictions_of_classes_are_refused(program: Path, trained: Path):
+    error = call(f"{program}/test.py --out_dir train_out --predictions", trained, code=2).stderr
+    assert error == "test.py: error: --predictions: are of classes, and the dataset has no num_classes\n"
