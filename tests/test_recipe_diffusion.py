@@ -1,0 +1,78 @@
+"""recipes/diffusion.patch: noise as the target, and a script of its own that draws images."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run, run_dir
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+OPTIONS = "--accelerator cpu --dropout 0 --logger_name csv --checkpoint_frequency 5"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("diffusion", tmp_path_factory.mktemp("diffusion"))
+
+
+def distance(program: Path, cwd: Path, count: int) -> float:
+    report = run(f"{program}/sample.py --count {count}", cwd).stdout
+    return float(re.search(r"distance to the test images (.+)", report)[1])
+
+
+def test_it_learns_to_draw_and_is_evaluated(program: Path, tmp_path: Path):
+    """Better than a normal distribution with the mean and the covariance of the images, which is at 0.025."""
+    call(f"{program}/train.py {OPTIONS} --epochs 12 --width 16 --base_lr 2e-3", tmp_path)
+    assert distance(program, tmp_path, 200) < 0.02
+    assert (run_dir(tmp_path) / "samples.png").read_bytes().startswith(b"\x89PNG")
+    report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+    assert "on 380 test samples" in report and float(re.search(r"^loss (.+)$", report, re.MULTILINE)[1]) < 0.25
+
+
+def test_a_run_that_has_learned_nothing_draws_nothing(program: Path, tmp_path: Path):
+    call(f"{program}/train.py {OPTIONS} --width 4 --max_steps 2", tmp_path)
+    assert distance(program, tmp_path, 100) > 0.03
+
+
+def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+    command = f"{program}/{LONG} --epochs 8"
+    call(command, tmp_path / "alone")
+    assert interrupt(command, tmp_path / "killed", kill_group).returncode == -signal.SIGKILL
+    run(f"{program}/train.py --resume auto", tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "alone")
+
+
+def test_on_two_processes_it_trains_alike(program: Path, tmp_path: Path):
+    """The noise is that of the micro-batch, wherever it is drawn."""
+    for name, options in (("one", ""), ("two", ON_2)):
+        (tmp_path / name).mkdir()
+        command = (
+            f"{program}/train.py {SMALL} --width 16 --max_steps 8 --micro_batch_size 16 --logger_name csv {options}"
+        )
+        (run if options else call)(command, tmp_path / name)
+    assert_same_training(tmp_path / "one", tmp_path / "two")
+
+
+def test_noise_is_added_as_described(program: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model that knows the image has no loss: it gets back the noise, whatever the step."""
+    monkeypatch.syspath_prepend(program)
+    for name in ("train", "config", "model", "data"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    import train
+    from model import SIGNAL
+
+    images, seen = torch.randn(64, 1, 8, 8), []
+
+    def model(noisy, times):
+        signal = SIGNAL[times].view(-1, 1, 1, 1)
+        seen.extend(times.tolist())
+        return (noisy - signal.sqrt() * images) / (1 - signal).sqrt()
+
+    values, count, _ = train.compute_loss(model, (images, None), None)
+    assert values["loss"] < 1e-6 and count == 64 and len({*seen}) > 32
+    assert SIGNAL[0] > 0.99 and SIGNAL[-1] < 0.01  # from nearly no noise to nearly nothing else

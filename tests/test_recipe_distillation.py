@@ -1,0 +1,78 @@
+"""The recipe distillation: a model learns from the probabilities of another run's model."""
+
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir, weights
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+SHORT = "--accelerator cpu --logger_name csv"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("distillation", tmp_path_factory.mktemp("program"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    """A run of the programs as they are. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("teacher")
+    call(f"train.py {SHORT} --epochs 10", cwd)
+    return run_dir(cwd)
+
+
+def test_knows_a_digit_that_it_never_saw(teacher: Path, tmp_path: Path):
+    """The experiment of section 3: no 3 among the training images, and the teacher's probabilities tell what one is."""
+    program = with_recipe("distillation", tmp_path / "program")
+    line = "    std, mean = torch.std_mean(images[train])\n"
+    text = (program / "data.py").read_text()
+    assert text.count(line) == 1
+    (program / "data.py").write_text(text.replace(line, "    train = train[targets[train] != 3]\n" + line))
+    accuracies = {}
+    for name, options in {"alone": "", "taught": f"--teacher {teacher} --teacher_weight 0.99"}.items():
+        (tmp_path / name).mkdir()
+        call(f"{program}/train.py {SHORT} --epochs 12 {options}", tmp_path / name)
+        done = call(f"{program}/test.py --out_dir train_out --checkpoint last --accelerator cpu", tmp_path / name)
+        accuracies[name] = float(re.search(r"^ +3 +\d+ +(\S+)", done.stdout, re.MULTILINE)[1])
+    assert accuracies["alone"] == 0
+    assert accuracies["taught"] > 0.25
+
+
+def test_killed_run_ends_as_if_never_interrupted(program: Path, teacher: Path, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    command = f"{program}/{LONG} --epochs 15 --teacher {teacher}"
+    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
+    call(f"{program}/train.py --resume train_out", killed)
+    call(command, whole)
+    assert_same_run(killed, whole)
+    checkpoint = torch.load(next(run_dir(whole).glob("checkpoints/step-*.ckpt")), weights_only=True)
+    assert "teacher" not in checkpoint and checkpoint["model"].keys() == weights(whole).keys()
+
+
+def test_two_processes_learn_the_same(program: Path, teacher: Path, tmp_path: Path):
+    found = []
+    for name, how, options in (("one", call, ""), ("two", run, ON_2)):
+        (tmp_path / name).mkdir()
+        how(f"{program}/{LONG} --max_steps 8 --teacher {teacher} {options}", tmp_path / name)
+        found.append(weights(tmp_path / name))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_any_precision(precision: str, program: Path, teacher: Path, tmp_path: Path):
+    call(f"{program}/train.py --accelerator cpu --fast_run --teacher {teacher} --precision {precision}", tmp_path)
+
+
+def test_missing_or_unfinished_teacher_is_refused(program: Path, teacher: Path, tmp_path: Path):
+    shutil.copytree(teacher, tmp_path / "unfinished", ignore=shutil.ignore_patterns("model.pt"))
+    for name, file in (("nowhere", "config.yaml"), ("unfinished", "model.pt")):
+        error = call(f"{program}/train.py --accelerator cpu --teacher {name}", tmp_path, code=2).stderr
+        assert f"--teacher {name}: " in error and f"{name}/{file}" in error and len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]

@@ -1,0 +1,76 @@
+"""The recipe ema: an average of the weights is what is validated, saved and tested."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG, ON_2, assert_same_run, call, history, interrupt, kill_group, run, run_dir, weights
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+DECAY = 0.98
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("ema", tmp_path_factory.mktemp("program"))
+
+
+def saved(cwd: Path) -> list[dict]:
+    """The checkpoints of a run, in the order of their steps."""
+    return [torch.load(path, weights_only=True) for path in sorted(run_dir(cwd).glob("checkpoints/step-*.ckpt"))]
+
+
+def test_the_averaged_weights_are_better_and_are_tested(program: Path, tmp_path: Path):
+    options = "--accelerator cpu --lr_schedule constant --epochs 15 --logger_name csv"
+    printed = call(f"{program}/train.py {options}", tmp_path).stdout
+    values = ["val/loss", "val/accuracy", "val/raw_loss", "val/raw_accuracy"]
+    assert values in [line.split()[3:7] for line in printed.splitlines()]
+    last = [{name: float(row[name]) for name in values} for row in history(tmp_path)[-5:]]
+    means = {name: sum(row[name] for row in last) / len(last) for name in values}
+    assert means["val/loss"] < 0.7 * means["val/raw_loss"]
+    assert means["val/accuracy"] > max(0.985, means["val/raw_accuracy"])
+    done = call(f"{program}/test.py --out_dir train_out --checkpoint last --split val --accelerator cpu", tmp_path)
+    assert f"loss {last[-1]['val/loss']:.5g}\naccuracy {last[-1]['val/accuracy']:.5g}\n" in done.stdout
+    torch.testing.assert_close(weights(tmp_path), saved(tmp_path)[-1]["model"], atol=0, rtol=0)
+
+
+def test_average_follows_the_formula(program: Path, tmp_path: Path):
+    """In each step, after the optimizer's: average <- decay * average + (1 - decay) * weights."""
+    options = "--max_steps 4 --checkpoint_interval 1 --num_checkpoint_keep None"
+    call(f"{program}/{LONG.replace('--checkpoint_frequency 0.25', options)}", tmp_path)
+    before, *others = saved(tmp_path)
+    assert len(others) == 3
+    for after in others:
+        for name, raw in after["raw_model"].items():
+            expected = DECAY * before["model"][name].double() + (1 - DECAY) * raw.double()
+            torch.testing.assert_close(after["model"][name].double(), expected, atol=1e-7, rtol=0)
+            assert not torch.equal(after["model"][name], raw)
+        before = after
+
+
+def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    assert interrupt(f"{program}/{LONG}", killed, kill_group).returncode == -signal.SIGKILL
+    call(f"{program}/train.py --resume train_out", killed)
+    call(f"{program}/{LONG}", whole)
+    assert_same_run(killed, whole)
+    torch.testing.assert_close(saved(killed)[-1]["raw_model"], saved(whole)[-1]["raw_model"], atol=0, rtol=0)
+
+
+def test_two_processes_average_the_same_weights(program: Path, tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    call(f"{program}/{LONG} --max_steps 12", one)
+    run(f"{program}/{LONG} --max_steps 12 {ON_2}", two)
+    torch.testing.assert_close(weights(one), weights(two), atol=1e-5, rtol=0)
+    assert [row["val/accuracy"] for row in history(one)] == [row["val/accuracy"] for row in history(two)]
+
+
+def test_decay_of_one_is_refused(program: Path, tmp_path: Path):
+    assert (
+        "--ema_decay 1.0: must be above 0 and below 1"
+        in call(f"{program}/train.py --ema_decay 1", tmp_path, code=2).stderr
+    )

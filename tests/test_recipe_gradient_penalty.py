@@ -1,0 +1,78 @@
+"""recipes/gradient_penalty.patch: a gradient of a gradient, in training and in a validation."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("gradient_penalty", tmp_path_factory.mktemp("gradient_penalty"))
+
+
+def evaluated(program: Path, cwd: Path, options: str) -> dict[str, float]:
+    call(f"{program}/train.py --accelerator cpu --epochs 8 --width 16 --logger_name csv {options}", cwd)
+    report = call(f"{program}/test.py --out_dir train_out --checkpoint last --accelerator cpu", cwd).stdout
+    return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e-]+)$", report, re.MULTILINE)}
+
+
+def test_it_resists_an_attack(program: Path, tmp_path: Path):
+    """And learns as well: what the penalty takes is the gradient, not the accuracy."""
+    found = {}
+    for weight in (0, 3):
+        (tmp_path / str(weight)).mkdir()
+        found[weight] = evaluated(program, tmp_path / str(weight), f"--gradient_penalty {weight}")
+    assert found[3]["robust_accuracy"] > found[0]["robust_accuracy"] + 0.2
+    assert found[3]["penalty"] < found[0]["penalty"] / 4
+    assert min(found[weight]["accuracy"] for weight in found) > 0.9
+
+
+def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+    command = f"{program}/{LONG} --epochs 12"
+    call(command, tmp_path / "alone")
+    assert interrupt(command, tmp_path / "killed", kill_group).returncode == -signal.SIGKILL
+    run(f"{program}/train.py --resume auto", tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "alone")
+
+
+def test_on_two_processes_it_trains_alike(program: Path, tmp_path: Path):
+    """The gradients that DDP averages are those of the penalty, too."""
+    for name, options in (("one", ""), ("two", ON_2)):
+        (tmp_path / name).mkdir()
+        command = f"{program}/train.py {SMALL} --max_steps 8 --micro_batch_size 16 --logger_name csv {options}"
+        (run if options else call)(command, tmp_path / name)
+    assert_same_training(tmp_path / "one", tmp_path / "two")
+
+
+def test_the_gradient_of_the_penalty_is_that_of_finite_differences(program: Path, monkeypatch):
+    """Of the loss with the penalty, by one weight, in float64."""
+    monkeypatch.syspath_prepend(program)
+    for name in ("train", "config", "model", "data"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    import train
+    from config import TrainConfig
+    from data import build_datasets
+
+    dataset = build_datasets("digits", None)["train"]
+    config = TrainConfig(width=4, dropout=0, gradient_penalty=1e4)
+    model = train.build_model(config, dataset).double()
+    images, targets = dataset.__getitems__(range(8))
+    weight, losses = model.layers[0].weight, []
+    for shift in (1e-5, -2e-5, 1e-5):
+        with torch.no_grad():
+            weight[0, 0, 0, 0] += shift
+        values, _, _ = train.compute_loss(model, (images.double(), targets), config)
+        losses.append(values["loss"])
+    losses[-1].backward()
+    slope = (losses[0] - losses[1]).item() / 2e-5
+    assert config.gradient_penalty * values["penalty"] > 0.1  # else the loss alone would do
+    torch.testing.assert_close(weight.grad[0, 0, 0, 0].item(), slope, rtol=1e-4, atol=1e-8)

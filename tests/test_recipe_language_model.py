@@ -1,0 +1,93 @@
+"""recipes/language_model.patch: applied to a copy of the programs and run."""
+
+import importlib.util
+import json
+import math
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run, run_dir
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("language_model", tmp_path_factory.mktemp("program"))
+
+
+def imported(program: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_recipe", program / f"{name}.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def drawn(out: str) -> str:
+    """The end of the 200 characters that were printed at the last validation."""
+    return out.partition("\nfinished after")[0][-150:]
+
+
+def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
+    """Far below the 24 of the frequencies of single characters; far above 1, where the targets were the inputs."""
+    options = "--accelerator cpu --max_steps 100 --val_interval 50 --limit_val_batches 2 --logger_name csv"
+    out = call(f"{program}/train.py {options}", tmp_path).stdout
+    assert "best val/perplexity" in out and 10 < drawn(out).count(" ") < 80
+    report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+    results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
+    assert 3 < results["perplexity"] < 15 and "on 583 test samples" in report and "class" not in report
+    assert results["perplexity"] == pytest.approx(math.exp(results["loss"]), 1e-4)
+
+
+def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
+    command = f"{program}/{LONG} --epochs 8 --val_frequency 4"
+    whole, cwd = tmp_path / "whole", tmp_path / "cwd"
+    whole.mkdir()
+    cwd.mkdir()
+    expected = drawn(call(command, whole).stdout)
+    assert interrupt(command, cwd, kill_group).returncode == -signal.SIGKILL
+    assert drawn(call(f"{program}/train.py --resume auto", cwd).stdout) == expected
+    assert_same_run(cwd, whole)
+
+
+def test_two_processes_train_the_same_model(program: Path, tmp_path: Path):
+    """And all of them go through the text, though one prints it: none waits for another."""
+    command = f"{program}/train.py {SMALL} --epochs 3 --val_frequency 3 --micro_batch_size 32"
+    for name, start, options in (("one", call, ""), ("two", run, ON_2)):
+        (tmp_path / name).mkdir()
+        start(f"{command} {options}", tmp_path / name)
+    assert_same_training(tmp_path / "one", tmp_path / "two")
+
+
+def test_no_character_is_predicted_from_itself_or_a_later_one(program: Path):
+    model = imported(program, "model").Model(10, 8, width=16).eval()
+    tokens = torch.arange(8)[None]
+    changed = tokens.clone()
+    changed[0, 5] = 9
+    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:5].max() == 0 < difference[5:].min()
+
+
+def test_text_is_drawn_from_what_the_model_predicts(program: Path):
+    class Successor(torch.nn.Module):
+        def forward(self, tokens):
+            assert tokens.shape == (1, 4) and not self.training
+            return 100.0 * torch.nn.functional.one_hot((tokens + 1) % 10, 10)
+
+    drawn = imported(program, "model").generate(model := Successor(), torch.tensor([0, 0, 0, 7]), 5)
+    assert drawn.tolist() == [8, 9, 0, 1, 2] and model.training
+
+
+def test_the_parts_share_no_paragraph_and_each_character_is_trained_on(program: Path):
+    topics = imported(program, "topics")
+    parts = topics.build_topics(augment=True)
+    train, val, test = ({*part.decode(part.tokens).split("\n\n")[1:-1]} for part in parts.values())
+    assert len(test) > 100 and not (train & val or train & test or val & test)
+    starts = torch.stack([parts["train"][1] for _ in range(500)])
+    assert len(starts.unique(dim=0)) > 50  # of 64 shifts
+    lengths = {len(part[index]) for part in parts.values() for index in (0, len(part) - 1)}
+    assert lengths == {topics.LENGTH + 1}
+    torch.testing.assert_close(parts["val"][1][0], parts["val"][0][-1])  # which is a target alone there
