@@ -143,7 +143,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     names = ["train/loss"]
     if val_samples:
         results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
-        names = [f"train/{name}" for name in results if name not in metrics] + [f"val/{name}" for name in results]
+        found = [name for name, value in results.items() if isinstance(value, float)]  # a metric may be a tensor
+        names = [f"train/{name}" for name in found if name not in metrics] + [f"val/{name}" for name in found]
     if config.monitor not in names:
         raise ConfigError(f"--monitor {config.monitor}: choose from {', '.join(names)}")
     run.start(state["step"])

@@ -121,3 +121,14 @@ def test_a_second_loss_is_logged_shown_and_can_be_monitored(program: Path, cwd: 
     assert (summary["best"], summary["best_step"]) == (margins[best_step], best_step)
     assert "train/margin" in done.stdout and "val/margin" in done.stdout
     assert (folder / "checkpoints" / "best.ckpt").exists()
+
+
+def test_a_metric_of_several_values_is_in_the_report_and_not_in_the_table(program: Path, cwd: Path):
+    old = 'MetricCollection({"accuracy": accuracy}'
+    each = "MulticlassAccuracy(dataset.num_classes, average=None, validate_args=False)"
+    replaced(program, "train.py", old, f'MetricCollection({{"accuracy": accuracy, "each": {each}}}')
+    done = call(f"{program}/train.py {SMALL}", cwd)
+    assert "val/accuracy" in done.stdout and "each" not in done.stdout
+    call(f"{program}/test.py --out_dir train_out --accelerator cpu", cwd)
+    report = json.loads((run_dir(cwd) / "test_test_best.json").read_text())
+    assert len(report["each"]) == 10 and 0 <= report["accuracy"] <= 1

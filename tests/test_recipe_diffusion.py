@@ -49,12 +49,10 @@ def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
 
 def test_on_two_processes_it_trains_alike(program: Path, tmp_path: Path):
     """The noise is that of the micro-batch, wherever it is drawn."""
-    for name, options in (("one", ""), ("two", ON_2)):
+    for name, devices in (("one", ""), ("two", ON_2)):
         (tmp_path / name).mkdir()
-        command = (
-            f"{program}/train.py {SMALL} --width 16 --max_steps 8 --micro_batch_size 16 --logger_name csv {options}"
-        )
-        (run if options else call)(command, tmp_path / name)
+        command = f"{program}/train.py {SMALL} --width 16 --max_steps 8 --micro_batch_size 16 {devices}"
+        (run if devices else call)(command, tmp_path / name)
     assert_same_training(tmp_path / "one", tmp_path / "two")
 
 

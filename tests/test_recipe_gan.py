@@ -1,0 +1,69 @@
+"""recipes/gan.patch: two models and two optimizers that take turns, and pictures in TensorBoard."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG, ON_2, SMALL, assert_same_run, call, history, interrupt, kill_group, run, run_dir
+from test_logging import read_tensorboard
+from test_recipes import with_recipe
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("gan", tmp_path_factory.mktemp("gan"))
+
+
+def last(cwd: Path, nth: int = 1) -> dict:
+    """The nth newest checkpoint."""
+    return torch.load(sorted(run_dir(cwd).glob("checkpoints/step-*.ckpt"))[-nth], weights_only=True)
+
+
+def equal(one: dict, other: dict) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def pictures(cwd: Path) -> dict[int, bytes]:
+    images = read_tensorboard(run_dir(cwd)).Images("samples")
+    assert len(images) == len({image.step for image in images})
+    return {image.step: image.encoded_image_string for image in images}
+
+
+def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
+    options = "--accelerator cpu --epochs 20 --val_frequency 10 --base_lr 2e-3 --logger_name csv"
+    call(f"{program}/train.py {options}", tmp_path)
+    assert float(history(tmp_path)[-1]["val/mmd"]) < 0.3  # 1 where the generator makes always the same
+    report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+    assert "on 380 test samples" in report and "mmd 0." in report
+
+
+def test_the_players_take_turns(program: Path, tmp_path: Path):
+    call(f"{program}/train.py {SMALL} --max_steps 3 --checkpoint_interval 1 --logger_name csv", tmp_path)
+    first, second, third = (last(tmp_path, nth) for nth in (3, 2, 1))
+    assert equal(first["discriminator"], second["discriminator"]) and not equal(first["model"], second["model"])
+    assert equal(second["model"], third["model"]) and not equal(second["discriminator"], third["discriminator"])
+
+
+def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
+    command = f"{program}/{LONG.replace('--logger_name csv', '')} --epochs 8"
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+    call(command, tmp_path / "alone")
+    assert interrupt(command, tmp_path / "killed", kill_group).returncode == -signal.SIGKILL
+    run(f"{program}/train.py --resume auto", tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "alone")
+    assert equal(last(tmp_path / "killed")["discriminator"], last(tmp_path / "alone")["discriminator"])
+    assert pictures(tmp_path / "killed") == pictures(tmp_path / "alone") != {}
+
+
+def test_on_two_processes_it_is_the_same_game(program: Path, tmp_path: Path):
+    for name, options in (("one", ""), ("two", ON_2)):
+        (tmp_path / name).mkdir()
+        small = f"{SMALL} --max_steps 8 --micro_batch_size 16 --logger_name csv {options}"
+        (run if options else call)(f"{program}/train.py {small}", tmp_path / name)
+    one, two = last(tmp_path / "one"), last(tmp_path / "two")
+    for player in ("model", "discriminator"):
+        torch.testing.assert_close(one[player], two[player], atol=1e-4, rtol=0)
