@@ -207,10 +207,10 @@ def is_due(step: int, every: float) -> bool:
 
 @contextmanager
 def blame(config: MachineConfig, *options: str) -> Iterator[None]:
-    """Turns whatever is raised inside into a ConfigError about these options."""
+    """Turns whatever is raised inside into a ConfigError about those of these options that were given or lack a value."""
     try:
         yield
     except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
-        values = {f.name: getattr(config, f.name) for f in fields(config) if f.name in options}
-        given = {name: values[name] for name in options if values[name] != getattr(type(config), name, None)} or values
+        values = {name: getattr(config, name) for name in options}
+        given = {k: v for k, v in values.items() if v is None or v != getattr(type(config), k, None)} or values
         raise ConfigError(f"{' '.join(f'--{name} {value}' for name, value in given.items())}: {error}") from error
