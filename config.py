@@ -207,7 +207,7 @@ def is_due(step: int, every: float) -> bool:
 
 @contextmanager
 def blame(config: MachineConfig, *options: str) -> Iterator[None]:
-    """Turns whatever is raised inside into a ConfigError about those of these options that were given or lack a value."""
+    """Turns what is raised inside into a ConfigError about those of these options that were given or have no value."""
     try:
         yield
     except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
