@@ -81,7 +81,9 @@ class Sweep:
         """Opens the study, or makes it; the points of a grid wait in it from the start."""
         self.folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.lock = FileLock(self.folder / f"{self.name}.journal.lock")  # over what must not happen twice
+        self.locks = self.folder / f"{self.name}.locks"
+        self.locks.mkdir(exist_ok=True)
+        self.lock = FileLock(self.locks / "study")  # over what must not happen twice; Optuna's own is NAME.journal.lock
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.folder / f"{self.name}.journal")))
         random = optuna.samplers.RandomSampler()
         sampler = random if self.args.sampler == "random" else optuna.samplers.TPESampler(constant_liar=True)
@@ -102,9 +104,7 @@ class Sweep:
     def lock_of(self, number: int):
         """The file of a trial, locked; None where somebody has locked it. The run inherits the lock, and keeps it where
         the sweep is killed."""
-        path = self.folder / f"{self.name}.locks" / str(number)
-        path.parent.mkdir(exist_ok=True)
-        file = open(path, "w")  # noqa: SIM115
+        file = open(self.locks / str(number), "w")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
