@@ -184,6 +184,36 @@ def assert_same_run(cwd: Path, other: Path) -> None:
     assert history(cwd) == history(other)
 
 
+def killed_and_resumed(command: str, tmp_path: Path, resume=call) -> tuple[Path, Path]:
+    """Runs the command to its end in one folder; in another it is killed in mid-epoch, and resumed by `resume`. Checks
+    that the runs are the same, and returns the folders: left alone, killed."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    call(command, whole)
+    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
+    resume(f"{command.partition(' ')[0]} --resume auto", killed)
+    assert_same_run(killed, whole)
+    return whole, killed
+
+
+def on_one_and_two(command: str, tmp_path: Path) -> tuple[Path, Path]:
+    """Runs the command with one process and with two, each in a folder; returns the folders."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    call(command, one)
+    run(f"{command} {ON_2}", two)
+    return one, two
+
+
+def save_as_of(device: str, folder: Path) -> None:
+    """Makes the checkpoints of a run those that another machine has saved on this device."""
+    for path in folder.glob("checkpoints/*.ckpt"):
+        saved = torch.load(path, map_location="cpu", weights_only=True)  # two names may be of one file
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: device)
+            torch.save(saved, path)
+
+
 def assert_same_best(cwd: Path, other: Path) -> None:
     """best.ckpt is of the same step, with the same weights."""
     ours, theirs = (torch.load(run_dir(path) / "checkpoints" / "best.ckpt", weights_only=True) for path in (cwd, other))

@@ -2,12 +2,11 @@
 
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, call, interrupt, kill_group, replaced, run, run_dir
+from conftest import LONG, ON_2, SMALL, call, killed_and_resumed, replaced, run, run_dir, save_as_of
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
@@ -32,17 +31,6 @@ def scaled(tmp_path_factory) -> Path:
     return replaced(tmp_path_factory.mktemp("scaled"), "train.py", "return Fabric(", SCALED)
 
 
-def of_another_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Makes the checkpoints of a run those of the second GPU of another machine."""
-    for path in folder.glob("checkpoints/*.ckpt"):
-        saved = torch.load(path, map_location="cpu", weights_only=True)  # two names may be of one file
-        with patch.context() as tagged:
-            tagged.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
-            torch.save(saved, path)
-        with pytest.raises(RuntimeError, match="cuda"):
-            torch.load(path, weights_only=True)
-
-
 def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
     """They are drawn on the CPU; a device has other random numbers."""
     dataset = build_datasets("digits", None)["train"]
@@ -51,9 +39,12 @@ def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def test_checkpoints_of_another_machines_gpu_are_read(tmp_path, monkeypatch):
+def test_checkpoints_of_another_machines_gpu_are_read(tmp_path):
     call(f"train.py {SMALL} --epochs 2", tmp_path)
-    of_another_gpu(run_dir(tmp_path), monkeypatch)
+    save_as_of("cuda:1", run_dir(tmp_path))
+    for path in run_dir(tmp_path).glob("checkpoints/*.ckpt"):
+        with pytest.raises(RuntimeError, match="cuda"):
+            torch.load(path, weights_only=True)
     for checkpoint in ("best", "last"):
         assert "accuracy" in call(f"test.py --out_dir train_out --checkpoint {checkpoint}", tmp_path).stdout
     assert "resumed from" in call("train.py --resume auto --epochs 3", tmp_path).stdout
@@ -72,13 +63,7 @@ def test_convolutions_are_deterministic_on_a_gpu(monkeypatch):
 
 def test_a_gradient_scaler_is_restored(scaled, tmp_path):
     """A resume in the middle of its growth gives the same weights; a scale that starts again would not."""
-    command = f"{scaled}/{LONG} --max_grad_norm 1 --max_steps 60"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    call(command, whole)
-    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{scaled}/train.py --resume auto", killed)
-    assert_same_run(killed, whole)
+    whole, _ = killed_and_resumed(f"{scaled}/{LONG} --max_grad_norm 1 --max_steps 60", tmp_path)
     first, last = (
         torch.load(path, weights_only=True)
         for path in (run_dir(whole) / "checkpoints").glob("step-*.ckpt")

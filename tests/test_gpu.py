@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TORCHRUN, kill_group, newest, replaced, run, run_dir, start, wait_for
+from conftest import REPO, TORCHRUN, kill_group, newest, replaced, run, run_dir, save_as_of, start, wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -132,11 +132,7 @@ def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
 def test_a_run_of_another_gpu_goes_on_and_is_evaluated(tmp_path):
     """Its checkpoints name a device that this machine may not have, or that is another one's."""
     run(SHORT, tmp_path)
-    for path in (run_dir(tmp_path) / "checkpoints").iterdir():
-        saved = torch.load(path, map_location="cuda:0", weights_only=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:9")
-            torch.save(saved, path)
+    save_as_of("cuda:9", run_dir(tmp_path))
     run("test.py --out_dir train_out", tmp_path)
     run("train.py --resume auto --epochs 3", tmp_path)
 

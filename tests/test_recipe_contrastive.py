@@ -1,16 +1,14 @@
 """recipes/contrastive.patch: SimCLR, and a linear probe beside it."""
 
-import importlib.util
 import json
 import math
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, call, interrupt, kill_group, run, run_dir, weights
-from test_recipes import with_recipe
+from conftest import LONG, ON_2, SMALL, call, killed_and_resumed, replaced, run, run_dir, weights
+from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
 
@@ -33,8 +31,7 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
 def test_the_labels_do_not_reach_the_encoder(program: Path, tmp_path: Path):
     """With other labels it is the same encoder in every bit, and another probe."""
     other = Path(shutil.copytree(program, tmp_path / "program"))
-    data = (other / "data.py").read_text()
-    (other / "data.py").write_text(data.replace("torch.tensor(targets,", "torch.tensor(9 - targets,"))
+    replaced(other, "data.py", "torch.tensor(targets,", "torch.tensor(9 - targets,")
     found = []
     for folder in (program, other):
         (cwd := tmp_path / f"of_{folder.name}").mkdir()
@@ -47,8 +44,7 @@ def test_the_labels_do_not_reach_the_encoder(program: Path, tmp_path: Path):
 
 def test_the_loss_is_that_of_the_paper(program: Path):
     """Equation 1 of the paper, pair by pair."""
-    spec = importlib.util.spec_from_file_location("contrastive", program / "contrastive.py")
-    spec.loader.exec_module(contrastive := importlib.util.module_from_spec(spec))
+    contrastive = imported(program, "contrastive")
     projections = torch.randn(10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     similar = torch.cosine_similarity(projections[:, None], projections[None], dim=2) / 0.2
     losses = []
@@ -61,13 +57,7 @@ def test_the_loss_is_that_of_the_paper(program: Path):
 
 
 def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
-    command = f"{program}/{LONG} --epochs 8"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    call(command, whole)
-    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume train_out", killed)
-    assert_same_run(whole, killed)
+    killed_and_resumed(f"{program}/{LONG} --epochs 8", tmp_path)
 
 
 def test_two_processes(program: Path, tmp_path: Path):

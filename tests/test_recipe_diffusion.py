@@ -1,13 +1,12 @@
 """recipes/diffusion.patch: noise as the target, and a script of its own that draws images."""
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run, run_dir
-from test_recipes import with_recipe
+from conftest import LONG, SMALL, assert_same_training, call, killed_and_resumed, on_one_and_two, run, run_dir
+from test_recipes import imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
 OPTIONS = "--accelerator cpu --dropout 0 --logger_name csv --checkpoint_frequency 5"
@@ -38,30 +37,18 @@ def test_a_run_that_has_learned_nothing_draws_nothing(program: Path, tmp_path: P
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
-    for name in ("alone", "killed"):
-        (tmp_path / name).mkdir()
-    command = f"{program}/{LONG} --epochs 8"
-    call(command, tmp_path / "alone")
-    assert interrupt(command, tmp_path / "killed", kill_group).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", tmp_path / "alone")
+    killed_and_resumed(f"{program}/{LONG} --epochs 8", tmp_path)
 
 
 def test_on_two_processes_it_trains_alike(program: Path, tmp_path: Path):
     """The noise is that of the micro-batch, wherever it is drawn."""
-    for name, devices in (("one", ""), ("two", ON_2)):
-        (tmp_path / name).mkdir()
-        command = f"{program}/train.py {SMALL} --width 16 --max_steps 8 --micro_batch_size 16 {devices}"
-        (run if devices else call)(command, tmp_path / name)
-    assert_same_training(tmp_path / "one", tmp_path / "two")
+    command = f"{program}/train.py {SMALL} --width 16 --max_steps 8 --micro_batch_size 16"
+    assert_same_training(*on_one_and_two(command, tmp_path))
 
 
 def test_noise_is_added_as_described(program: Path, monkeypatch: pytest.MonkeyPatch):
     """A model that knows the image has no loss: it gets back the noise, whatever the step."""
-    monkeypatch.syspath_prepend(program)
-    for name in ("train", "config", "model", "data"):
-        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
-    import train
+    train = imported_train(program, monkeypatch)
     from model import SIGNAL
 
     images, seen = torch.randn(64, 1, 8, 8), []

@@ -2,12 +2,11 @@
 
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir, weights
+from conftest import LONG, call, killed_and_resumed, on_one_and_two, replaced, run_dir, weights
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -31,9 +30,7 @@ def test_knows_a_digit_that_it_never_saw(teacher: Path, tmp_path: Path):
     """The experiment of section 3: no 3 among the training images, and the teacher's probabilities tell what one is."""
     program = with_recipe("distillation", tmp_path / "program")
     line = "    std, mean = torch.std_mean(images[train])\n"
-    text = (program / "data.py").read_text()
-    assert text.count(line) == 1
-    (program / "data.py").write_text(text.replace(line, "    train = train[targets[train] != 3]\n" + line))
+    replaced(program, "data.py", line, "    train = train[targets[train] != 3]\n" + line)
     accuracies = {}
     for name, options in {"alone": "", "taught": f"--teacher {teacher} --teacher_weight 0.99"}.items():
         (tmp_path / name).mkdir()
@@ -45,23 +42,13 @@ def test_knows_a_digit_that_it_never_saw(teacher: Path, tmp_path: Path):
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, teacher: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    command = f"{program}/{LONG} --epochs 15 --teacher {teacher}"
-    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume train_out", killed)
-    call(command, whole)
-    assert_same_run(killed, whole)
+    whole, _ = killed_and_resumed(f"{program}/{LONG} --epochs 15 --teacher {teacher}", tmp_path)
     checkpoint = torch.load(next(run_dir(whole).glob("checkpoints/step-*.ckpt")), weights_only=True)
     assert "teacher" not in checkpoint and checkpoint["model"].keys() == weights(whole).keys()
 
 
 def test_two_processes_learn_the_same(program: Path, teacher: Path, tmp_path: Path):
-    found = []
-    for name, how, options in (("one", call, ""), ("two", run, ON_2)):
-        (tmp_path / name).mkdir()
-        how(f"{program}/{LONG} --max_steps 8 --teacher {teacher} {options}", tmp_path / name)
-        found.append(weights(tmp_path / name))
+    found = map(weights, on_one_and_two(f"{program}/{LONG} --max_steps 8 --teacher {teacher}", tmp_path))
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
 
 

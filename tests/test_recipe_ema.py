@@ -1,11 +1,10 @@
 """The recipe ema: an average of the weights is what is validated, saved and tested."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, assert_same_run, call, history, interrupt, kill_group, run, run_dir, weights
+from conftest import LONG, call, history, killed_and_resumed, on_one_and_two, run_dir, weights
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -51,20 +50,12 @@ def test_average_follows_the_formula(program: Path, tmp_path: Path):
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    assert interrupt(f"{program}/{LONG}", killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume train_out", killed)
-    call(f"{program}/{LONG}", whole)
-    assert_same_run(killed, whole)
+    whole, killed = killed_and_resumed(f"{program}/{LONG}", tmp_path)
     torch.testing.assert_close(saved(killed)[-1]["raw_model"], saved(whole)[-1]["raw_model"], atol=0, rtol=0)
 
 
 def test_two_processes_average_the_same_weights(program: Path, tmp_path: Path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
-    call(f"{program}/{LONG} --max_steps 12", one)
-    run(f"{program}/{LONG} --max_steps 12 {ON_2}", two)
+    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 12", tmp_path)
     torch.testing.assert_close(weights(one), weights(two), atol=1e-5, rtol=0)
     assert [row["val/accuracy"] for row in history(one)] == [row["val/accuracy"] for row in history(two)]
 

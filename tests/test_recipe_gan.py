@@ -1,11 +1,10 @@
 """recipes/gan.patch: two models and two optimizers that take turns, and pictures in TensorBoard."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, call, history, interrupt, kill_group, run, run_dir
+from conftest import LONG, SMALL, call, history, killed_and_resumed, on_one_and_two, run, run_dir
 from test_logging import read_tensorboard
 from test_recipes import with_recipe
 
@@ -49,21 +48,13 @@ def test_the_players_take_turns(program: Path, tmp_path: Path):
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
     command = f"{program}/{LONG.replace('--logger_name csv', '')} --epochs 8"
-    for name in ("alone", "killed"):
-        (tmp_path / name).mkdir()
-    call(command, tmp_path / "alone")
-    assert interrupt(command, tmp_path / "killed", kill_group).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", tmp_path / "alone")
-    assert equal(last(tmp_path / "killed")["discriminator"], last(tmp_path / "alone")["discriminator"])
-    assert pictures(tmp_path / "killed") == pictures(tmp_path / "alone") != {}
+    whole, killed = killed_and_resumed(command, tmp_path, resume=run)
+    assert equal(last(killed)["discriminator"], last(whole)["discriminator"])
+    assert pictures(killed) == pictures(whole) != {}
 
 
 def test_on_two_processes_it_is_the_same_game(program: Path, tmp_path: Path):
-    for name, options in (("one", ""), ("two", ON_2)):
-        (tmp_path / name).mkdir()
-        small = f"{SMALL} --max_steps 8 --micro_batch_size 16 --logger_name csv {options}"
-        (run if options else call)(f"{program}/train.py {small}", tmp_path / name)
-    one, two = last(tmp_path / "one"), last(tmp_path / "two")
+    command = f"{program}/train.py {SMALL} --max_steps 8 --micro_batch_size 16 --logger_name csv"
+    one, two = (last(cwd) for cwd in on_one_and_two(command, tmp_path))
     for player in ("model", "discriminator"):
         torch.testing.assert_close(one[player], two[player], atol=1e-4, rtol=0)

@@ -1,13 +1,12 @@
 """recipes/gradient_penalty.patch: a gradient of a gradient, in training and in a validation."""
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run
-from test_recipes import with_recipe
+from conftest import LONG, SMALL, assert_same_training, call, killed_and_resumed, on_one_and_two
+from test_recipes import imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
 
@@ -35,30 +34,18 @@ def test_it_resists_an_attack(program: Path, tmp_path: Path):
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
-    for name in ("alone", "killed"):
-        (tmp_path / name).mkdir()
-    command = f"{program}/{LONG} --epochs 12"
-    call(command, tmp_path / "alone")
-    assert interrupt(command, tmp_path / "killed", kill_group).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", tmp_path / "alone")
+    killed_and_resumed(f"{program}/{LONG} --epochs 12", tmp_path)
 
 
 def test_on_two_processes_it_trains_alike(program: Path, tmp_path: Path):
     """The gradients that DDP averages are those of the penalty, too."""
-    for name, options in (("one", ""), ("two", ON_2)):
-        (tmp_path / name).mkdir()
-        command = f"{program}/train.py {SMALL} --max_steps 8 --micro_batch_size 16 --logger_name csv {options}"
-        (run if options else call)(command, tmp_path / name)
-    assert_same_training(tmp_path / "one", tmp_path / "two")
+    command = f"{program}/train.py {SMALL} --max_steps 8 --micro_batch_size 16 --logger_name csv"
+    assert_same_training(*on_one_and_two(command, tmp_path))
 
 
 def test_the_gradient_of_the_penalty_is_that_of_finite_differences(program: Path, monkeypatch):
     """Of the loss with the penalty, by one weight, in float64."""
-    monkeypatch.syspath_prepend(program)
-    for name in ("train", "config", "model", "data"):
-        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
-    import train
+    train = imported_train(program, monkeypatch)
     from config import TrainConfig
     from data import build_datasets
 

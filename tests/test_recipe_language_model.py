@@ -1,16 +1,24 @@
 """recipes/language_model.patch: applied to a copy of the programs and run."""
 
-import importlib.util
 import json
 import math
 import signal
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run, run_dir
-from test_recipes import with_recipe
+from conftest import (
+    LONG,
+    SMALL,
+    assert_same_run,
+    assert_same_training,
+    call,
+    interrupt,
+    kill_group,
+    on_one_and_two,
+    run_dir,
+)
+from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
 
@@ -18,12 +26,6 @@ pytestmark = pytest.mark.recipes
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     return with_recipe("language_model", tmp_path_factory.mktemp("program"))
-
-
-def imported(program: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_of_the_recipe", program / f"{name}.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
 
 
 def drawn(out: str) -> str:
@@ -56,10 +58,7 @@ def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
 def test_two_processes_train_the_same_model(program: Path, tmp_path: Path):
     """And all of them go through the text, though one prints it: none waits for another."""
     command = f"{program}/train.py {SMALL} --epochs 3 --val_frequency 3 --micro_batch_size 32"
-    for name, start, options in (("one", call, ""), ("two", run, ON_2)):
-        (tmp_path / name).mkdir()
-        start(f"{command} {options}", tmp_path / name)
-    assert_same_training(tmp_path / "one", tmp_path / "two")
+    assert_same_training(*on_one_and_two(command, tmp_path))
 
 
 def test_no_character_is_predicted_from_itself_or_a_later_one(program: Path):

@@ -1,13 +1,12 @@
 """The recipe multitask: two heads, two losses and two metrics, each by its name."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import LONG, ON_2, assert_same_run, call, history, interrupt, kill_group, run, run_dir, weights
+from conftest import LONG, call, history, killed_and_resumed, on_one_and_two, run_dir, weights
 from test_evaluation import digits
 from test_recipes import with_recipe
 
@@ -60,19 +59,9 @@ def test_report_is_what_the_two_heads_say(trained: tuple[Path, str], program: Pa
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    command = f"{program}/{LONG} --epochs 15"
-    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume train_out", killed)
-    call(command, whole)
-    assert_same_run(killed, whole)
+    killed_and_resumed(f"{program}/{LONG} --epochs 15", tmp_path)
 
 
 def test_two_processes_learn_the_same(program: Path, tmp_path: Path):
-    found = []
-    for name, how, options in (("one", call, ""), ("two", run, ON_2)):
-        (tmp_path / name).mkdir()
-        how(f"{program}/{LONG} --max_steps 8 {options}", tmp_path / name)
-        found.append(weights(tmp_path / name))
+    found = map(weights, on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path))
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)

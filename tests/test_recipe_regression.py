@@ -1,26 +1,17 @@
 """recipes/regression.patch: a number for each row of a table, with errors in its own unit."""
 
-import importlib.util
 import json
-import signal
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir
+from conftest import LONG, ON_2, call, killed_and_resumed, run, run_dir
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import mean_absolute_error, r2_score
-from test_recipes import with_recipe
+from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    spec.loader.exec_module(found := importlib.util.module_from_spec(spec))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +40,11 @@ def test_it_learns(trained: Path):
 
 def test_the_errors_are_in_the_unit_of_the_target(program: Path, trained: Path):
     """As scikit-learn computes them from its own targets; what normalises comes from the training set."""
-    datasets = module(program / "diabetes.py").build_diabetes()
+    datasets = imported(program, "diabetes").build_diabetes()
     for values in datasets["train"].tensors:
         torch.testing.assert_close(values.mean(0), torch.zeros_like(values[0]), atol=1e-6, rtol=0)
         torch.testing.assert_close(values.std(0, correction=0), torch.ones_like(values[0]))
-    model = module(program / "model.py").Model(10).eval()
+    model = imported(program, "model").Model(10).eval()
     model.load_state_dict(torch.load(run_dir(trained) / "checkpoints" / "best.ckpt")["model"])
     outputs = model(datasets["test"].tensors[0]).detach().double().numpy()
     progression = load_diabetes().target[np.random.default_rng(0).permutation(442)]
@@ -75,13 +66,7 @@ def test_two_processes_find_the_same_errors(program: Path, trained: Path):
 
 
 def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
-    command = f"{program}/{LONG} --effective_batch_size 24 --micro_batch_size 8"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    call(command, whole)
-    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume train_out", killed)
-    assert_same_run(whole, killed)
+    killed_and_resumed(f"{program}/{LONG} --effective_batch_size 24 --micro_batch_size 8", tmp_path)
 
 
 def test_predictions_of_classes_are_refused(program: Path, trained: Path):

@@ -1,12 +1,11 @@
 """The recipe sam: two passes per step, the second at the weights where the loss is the highest nearby."""
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir, weights
+from conftest import LONG, ON_2, call, killed_and_resumed, replaced, run, run_dir, weights
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -20,11 +19,7 @@ def program(tmp_path_factory) -> Path:
 
 def changed(folder: Path, old: str, new: str, name: str = "train.py") -> Path:
     """The program with the recipe, in `folder`, with a text of one of its files replaced."""
-    program = with_recipe("sam", folder)
-    text = (program / name).read_text()
-    assert text.count(old) == 1
-    (program / name).write_text(text.replace(old, new))
-    return program
+    return replaced(with_recipe("sam", folder), name, old, new)
 
 
 def test_learns_and_is_evaluated(program: Path, tmp_path: Path):
@@ -82,10 +77,4 @@ def test_same_weights_on_other_devices_and_micro_batches(tmp_path: Path):
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    command = f"{program}/{LONG} --epochs 15"
-    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume train_out", killed)
-    call(command, whole)
-    assert_same_run(killed, whole)
+    killed_and_resumed(f"{program}/{LONG} --epochs 15", tmp_path)

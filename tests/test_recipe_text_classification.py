@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import signal
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, assert_same_run, assert_same_training, call, interrupt, kill_group, run, run_dir
-from test_recipes import with_recipe
+from conftest import LONG, SMALL, assert_same_training, call, killed_and_resumed, on_one_and_two, run_dir
+from test_recipes import imported, with_recipe
 
 pytestmark = [
     pytest.mark.recipes,
@@ -20,19 +18,6 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     return with_recipe("text_classification", tmp_path_factory.mktemp("program"))
-
-
-def imported(program: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_of_the_recipe", program / f"{name}.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "one", tmp_path / "two"
 
 
 def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
@@ -60,26 +45,20 @@ def check_frozen(folder: Path) -> None:
         assert body_lr == 0.25 * head_lr > 0
 
 
-def test_the_body_is_frozen_and_has_a_learning_rate_of_its_own(program: Path, folders: tuple[Path, Path]):
+def test_the_body_is_frozen_and_has_a_learning_rate_of_its_own(program: Path, tmp_path: Path):
     """Also on two processes, where DDP would wait for the frozen gradients: they train the same model."""
     options = "--epochs 1.5 --freeze_epochs 1 --weight_decay 0.5 --micro_batch_size 32 --logger_name csv"
     command = f"{program}/train.py {SMALL} {options} --checkpoint_interval 1 --num_checkpoint_keep 6"
-    call(command, folders[0])
-    run(f"{command} {ON_2}", folders[1])
+    folders = on_one_and_two(command, tmp_path)
     assert_same_training(*folders)
     for folder in folders:
         check_frozen(run_dir(folder))
 
 
 @pytest.mark.parametrize("frozen", [1, 5])
-def test_killed_and_resumed_is_the_same_run(frozen: int, program: Path, folders: tuple[Path, Path]):
+def test_killed_and_resumed_is_the_same_run(frozen: int, program: Path, tmp_path: Path):
     """Killed after the body was unfrozen, and before."""
-    command = f"{program}/{LONG} --epochs 6 --micro_batch_size 32 --freeze_epochs {frozen}"
-    whole, cwd = folders
-    call(command, whole)
-    assert interrupt(command, cwd, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume auto", cwd)
-    assert_same_run(cwd, whole)
+    killed_and_resumed(f"{program}/{LONG} --epochs 6 --micro_batch_size 32 --freeze_epochs {frozen}", tmp_path)
 
 
 def test_padding_changes_nothing(program: Path):

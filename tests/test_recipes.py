@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +26,21 @@ def with_recipe(name: str, folder: Path) -> Path:
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
     subprocess.run(["git", "apply", RECIPES / f"{name}.patch"], cwd=folder, env=outside, check=True)
     return folder
+
+
+def imported(program: Path, name: str) -> ModuleType:
+    """A module of a program that imports no other of it."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_recipe", program / f"{name}.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
+    """train.py of a program, and what it imports, in place of those of the repository."""
+    patch.syspath_prepend(program)
+    for name in ("train", "config", "model", "data"):
+        patch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("train")
 
 
 # ---- mnist
@@ -54,9 +70,7 @@ def program(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def mnist(program: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mnist", program / "mnist.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
+    return imported(program, "mnist")
 
 
 @pytest.mark.parametrize("separator, zipped", [("-", False), (".", True)])
