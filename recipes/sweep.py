@@ -59,14 +59,12 @@ class Sweep:
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, Path(args.root_dir)
         self.name = args.study or (Path(args.files[0]).stem if len(args.files) == 1 else "sweep")
-        self.fixed, self.space = ({}, {"config_path": args.files}) if len(args.files) > 1 else read(args.files[0])
-        seeds = self.space.pop("seed", None)
-        if isinstance(seeds, dict):
+        self.fixed, self.space = read(args.files[0]) if len(args.files) == 1 else ({}, {})
+        if not self.space:  # no search, but configs
+            self.fixed, self.space = {}, {"config_path": args.files}
+        self.seeds = self.space.pop("seed", [None])
+        if isinstance(self.seeds, dict):
             raise ConfigError("seed: give a list; a point is trained with each of them")
-        if not self.space and not seeds:
-            self.space = {"config_path": args.files}
-            self.fixed = {}
-        self.seeds = seeds or [None]
         self.is_grid = not any(isinstance(choice, dict) for choice in self.space.values())
         self.stopping = threading.Event()
         given = dict(re.findall(r"--(\w+)[= ](\S+)", " ".join(args.options)))
@@ -153,7 +151,7 @@ class Sweep:
         for seed in self.seeds:
             options = self.fixed | point | ({} if seed is None else {"seed": seed})
             name = self.name_of(point, seed)
-            code = self.run(name, options, device, file, trial if not bests else None)
+            code = self.run(name, options, device, file, trial if self.args.prune and not bests else None)
             if self.stopping.is_set():
                 return
             if code == PREEMPTED and self.args.prune:
@@ -172,8 +170,8 @@ class Sweep:
         best = self.study.best_trial
         print(f"trial {trial.number}: {value:.5g} with {point}; best {best.value:.5g} of {best.number}", flush=True)
 
-    def run(self, name: str, options: dict, device: str | None, file, trial: optuna.Trial | None) -> int:
-        """Runs train.py, its output in a file; reports what it monitors to the trial. Returns its exit code."""
+    def run(self, name: str, options: dict, device: str | None, file, prunable: optuna.Trial | None) -> int:
+        """Runs train.py, its output in a file; a trial to be pruned is told what it monitors. Returns its exit code."""
         args = [arg for option, value in options.items() for arg in as_args(option, value)]
         command = [sys.executable, REPO / "train.py", *args, *self.args.options, "--out_dir", name]
         environment = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
@@ -186,9 +184,9 @@ class Sweep:
         reported, is_told = 0, False
         while process.poll() is None:
             time.sleep(0.2)
-            if trial and self.args.prune:
-                reported = self.report(trial, newest_run(name, str(self.folder)), reported)
-            if not is_told and (self.stopping.is_set() or (trial and self.args.prune and trial.should_prune())):
+            if prunable:
+                reported = self.report(prunable, newest_run(name, str(self.folder)), reported)
+            if not is_told and (self.stopping.is_set() or (prunable and prunable.should_prune())):
                 process.send_signal(signal.SIGTERM)
                 is_told = True
         return process.returncode
