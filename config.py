@@ -103,7 +103,7 @@ class TestConfig(MachineConfig):
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     precision: Precision | None = None  # As of train.py; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
-    predictions: bool = False  # Write predictions.csv and confusion_matrix.png into the run directory
+    predictions: bool = False  # Write predictions_*.csv and confusion_matrix_*.png into the run directory
 
 
 MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout",
