@@ -196,4 +196,6 @@ def end_workers(loader: DataLoader) -> None:
         loader._iterator._shutdown_workers()
         for worker in loader._iterator._workers:
             worker.kill()
+        for queue in loader._iterator._index_queues:  # whose threads were told to end, and not waited for
+            queue._thread.join(timeout=1)
         loader._iterator = None
