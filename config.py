@@ -69,8 +69,7 @@ class TrainConfig(MachineConfig):
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
     lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # How it grows with the effective batch size
     warmup_epochs: float = 1  # Epochs, or a fraction of one, over which the learning rate rises from zero
-    lr_schedule: Literal["cosine", "exponential", "constant"] = "cosine"  # Learning rate after the warm-up
-    gamma: float = 0.95  # Factor of the exponential schedule per epoch
+    lr_schedule: Literal["cosine", "constant"] = "cosine"  # Learning rate after the warm-up
     weight_decay: float = 0.01  # Weight decay of AdamW
     max_grad_norm: float | None = None  # Clip the gradient's norm to this once per step; None does not clip
     early_stopping_patience: int | None = None  # Stop after so many validations without a better `monitor`

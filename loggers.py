@@ -1,11 +1,20 @@
-"""The loggers, and how a file is written whole. What a resumed run has logged after `last_step` is dropped: it will be
-logged again."""
+"""What a run tells: provenance, console, loggers; and how a file is written whole. What a resumed run has logged after
+`last_step` is dropped: it will be logged again."""
 
 import csv
 import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+
+from lightning.fabric import Fabric
+from tqdm import tqdm
 
 from config import TrainConfig
 
@@ -22,6 +31,68 @@ def atomically(path: Path, mode: str = "w"):
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_provenance(run_dir: Path, fabric: Fabric) -> None:
+    """What it takes to know later how this start of the run came about."""
+    packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
+    devices = f"{fabric.world_size} x {fabric.device.type} on {platform.node()}"
+    python = f"Python {platform.python_version()} on {platform.platform()}"
+    with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "w") as file:
+        print(shlex.join([sys.executable, *sys.argv]), devices, python, *packages, sep="\n", file=file, flush=True)
+        for command in ("rev-parse HEAD", "status --short", "diff HEAD") if shutil.which("git") else ():
+            command = ["git", "-C", str(Path(__file__).parent), *command.split()]
+            subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL)
+
+
+def numbers(row: dict) -> dict:
+    """The numbers of a row, without what a metric may return instead."""
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
+
+
+def format_row(names, values) -> str:
+    """A line of a table: values right-aligned under their names, which are a line of themselves."""
+    texts = [f"{value:.5g}" if isinstance(value, float) else str(value) for value in values]
+    return "  ".join(f"{text:>{max(len(name), 8)}}" for name, text in zip(names, texts, strict=True))
+
+
+class Console:
+    """What rank 0 prints: lines, which also go to train.log in the run directory, and a progress bar on stderr; where
+    that is no terminal, a line of progress after 30 seconds without another line."""
+
+    def __init__(self, is_rank_zero: bool, run_dir: Path | None, step: int, total_steps: int):
+        self.is_rank_zero, self.run_dir, self.columns, self.values, self.shown = is_rank_zero, run_dir, [], {}, ""
+        self.bar = tqdm(initial=step, total=total_steps, unit="step", disable=None if is_rank_zero else True)
+        self.began = self.printed = time.monotonic()
+
+    def print(self, text: str) -> None:
+        if self.is_rank_zero:
+            tqdm.write(text)  # print would break the progress bar
+            self.printed = time.monotonic()
+            if self.run_dir:
+                with open(self.run_dir / "train.log", "a") as file:
+                    print(text, file=file)
+
+    def row(self, row: dict) -> None:
+        """Prints the numbers of a row, below the names of its columns where the row before had others."""
+        row = numbers(row)
+        if self.columns != (columns := list(row)):
+            self.columns = columns
+            self.print(format_row(columns, columns))
+        self.print(format_row(columns, row.values()))
+
+    def update(self, step: int) -> None:
+        """Called after each step."""
+        self.bar.update()
+        if self.is_rank_zero and self.bar.disable and (now := time.monotonic()) > self.printed + 30:
+            progress = {"total": self.bar.total, "elapsed": now - self.began, "initial": self.bar.n}
+            self.print(tqdm.format_meter(step, **progress, ncols=0, unit="step", postfix=self.shown))
+
+    def show(self, values: dict[str, float]) -> None:
+        """Shows these values, and those shown before, behind the progress bar."""
+        self.values |= values
+        self.shown = ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
+        self.bar.set_postfix_str(self.shown, refresh=False)
 
 
 class CSVLogger:
@@ -58,13 +129,16 @@ class TensorBoardLogger:
 
         self.writer = SummaryWriter(run_dir / "logs" / "tensorboard", purge_step=last_step + 1)
         self.close = self.writer.file_writer.close  # waits for the writer's thread, even where that has failed
-        options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
-        for summary in hparams(options, {config.monitor: 0}):  # SummaryWriter.add_hparams would make a run of its own
+        options, default = asdict(config), TrainConfig()
+        names = sorted(options, key=lambda name: options[name] == getattr(default, name))  # those that differ first
+        options = {k: options[k] if type(options[k]) in (int, float, str) else str(options[k]) for k in names}
+        # SummaryWriter.add_hparams would make a run of its own.
+        for summary in hparams(options, {"vitals/best": 0, config.monitor: 0}):
             self.writer.file_writer.add_summary(summary)
 
     def log(self, row: dict, step: int) -> None:
-        for name, value in row.items():
-            self.writer.add_scalar(name, value, step)
+        for name, value in row.items():  # its groups are in alphabetical order: train, val, vitals
+            self.writer.add_scalar(name if "/" in name else f"vitals/{name}", value, step)
         self.writer.flush()
 
 

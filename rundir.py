@@ -1,14 +1,12 @@
-"""The run directory: name, lock, provenance, checkpoints. Nothing here knows a loss, a metric or a key of `state`: it
+"""The run directory: name, lock, summary, checkpoints. Nothing here knows a loss, a metric or a key of `state`: it
 goes over the modules, optimizers, tensors and plain values in it."""
 
 import fcntl
 import json
 import math
 import os
-import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 import zipfile
@@ -24,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from cli import to_yaml
 from config import ConfigError, RunError, TrainConfig, blame
-from loggers import LOGGERS, atomically
+from loggers import LOGGERS, atomically, numbers, write_provenance
 from utils import SHARED, differing_rank, on_rank_zero
 
 PLAIN = (int, float, str, bool, type(None))
@@ -69,7 +67,10 @@ class RunDir:
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
         self.fabric, self.config, self.state = fabric, config, state
-        self.path, self.lock, self.loggers, self.damaged = None, None, [], []
+        self.path, self.lock, self.loggers, self.damaged, self.began = None, None, [], [], time.monotonic()
+        self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
+        self.summary = {"parameters": parameters, "seconds": 0.0, "last": {}}
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
         self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
         check_plain("state", state)
@@ -94,12 +95,14 @@ class RunDir:
     def choose_checkpoint(self) -> Path | None:
         """The whole checkpoint with the highest step; None in a run that never had one."""
         self.take_lock()
+        with suppress(OSError, ValueError):
+            self.summary |= json.loads((self.path / "summary.json").read_text())
         for path in checkpoints_of(self.path):
             if step_of(path) >= 0:
                 return path
             print(f"skipped {path}: it is damaged", file=sys.stderr)
             self.damaged.append(path)
-        if self.damaged or (self.path / "summary.json").exists():  # which is written after each checkpoint
+        if self.damaged or "checkpoint" in self.summary:
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
 
     def restore(self, path: Path) -> None:
@@ -143,7 +146,7 @@ class RunDir:
             file.write(to_yaml(self.config))
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
-        self.write_provenance()
+        write_provenance(self.path, self.fabric)
         self.loggers = [LOGGERS[name](self.path, step, self.config) for name in {*self.config.logger_name}]
 
     def make(self) -> Path:
@@ -159,31 +162,31 @@ class RunDir:
                     return self.path
                 time.sleep(0.1)
 
-    def write_provenance(self) -> None:
-        """What it takes to know later how this start of the run came about."""
-        packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
-        devices = f"{self.fabric.world_size} x {self.fabric.device.type} on {platform.node()}"
-        python = f"Python {platform.python_version()} on {platform.platform()}"
-        with open(self.path / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "w") as file:
-            print(shlex.join([sys.executable, *sys.argv]), devices, python, *packages, sep="\n", file=file, flush=True)
-            for command in ("rev-parse HEAD", "status --short", "diff HEAD") if shutil.which("git") else ():
-                command = ["git", "-C", str(Path(__file__).parent), *command.split()]
-                subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL)
-
     def log(self, row: dict, step: int) -> None:
         """Gives the numbers of a row to all loggers."""
+        self.summary["last"] |= numbers(row)
         for logger in self.loggers if row else ():
-            logger.log({name: value for name, value in row.items() if isinstance(value, (int, float))}, step)
+            logger.log(numbers(row), step)
+
+    def write_summary(self, state: str) -> None:
+        """Writes summary.json: what the run has come to, which is running, finished, interrupted or failed."""
+        self.summary |= {name: value for name, value in self.state.items() if type(value) in PLAIN}
+        seconds, self.began = time.monotonic() - self.began, time.monotonic()
+        self.summary |= {"state": state, "seconds": self.summary["seconds"] + seconds}
+        with atomically(self.path / "summary.json") as file:
+            json.dump(self.summary, file, indent=2)
 
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:
-        """Writes a checkpoint, step-*.ckpt where `is_regular`, best.ckpt where `is_best`, and deletes all step-*.ckpt
-        but the newest `num_checkpoint_keep`. Raises RunError for a state that cannot be loaded, or is not finite."""
+        """Writes summary.json, and a checkpoint: step-*.ckpt where `is_regular`, best.ckpt where `is_best`. Deletes all
+        step-*.ckpt but the newest `num_checkpoint_keep`. Raises RunError for a state that cannot be loaded, or is not
+        finite."""
+        if self.loggers:
+            self.write_summary("running")
         is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
         if self.config.fast_run or not (is_regular or is_best):
             return
         check_plain("state", self.state)
-        modules = [value for value in self.state.values() if isinstance(value, nn.Module)]
-        norm = nn.utils.get_total_norm([p.detach() for module in modules for p in module.parameters()])
+        norm = nn.utils.get_total_norm([p.detach() for module in self.modules for p in module.parameters()])
         if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
             raise RunError(f"the weights are not finite after step {step}")
         saved = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.state.items()}
@@ -199,7 +202,7 @@ class RunDir:
             torch.save(saved, file)
             file.flush()
             os.fsync(file.fileno())
-        if not (self.path / "summary.json").exists() and step_of(beside) != step:
+        if "checkpoint" not in self.summary and step_of(beside) != step:  # the first one
             raise RunError("the checkpoint cannot be read back: is there something in `state` that is not plain?")
         if is_best:  # gets its name first: a kill in between must not lose it
             try:
@@ -210,8 +213,7 @@ class RunDir:
         if is_regular:
             os.replace(beside, folder / f"step-{step:08d}.ckpt")
         beside.unlink(missing_ok=True)
-        with atomically(self.path / "summary.json") as file:
-            json.dump({name: value for name, value in self.state.items() if type(value) in PLAIN}, file, indent=2)
+        self.summary["checkpoint"] = step
         for path in sorted(folder.glob("step-*.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
             path.unlink()
 
@@ -223,6 +225,8 @@ class RunDir:
 
     def next_command(self, is_finished: bool) -> str:
         """What to do after the training."""
+        if not self.path:
+            return "python train.py without --fast_run, which has written nothing"
         if not is_finished:
             return f"python train.py --resume {shlex.quote(str(self.path))}"
         has_best = (self.path / "checkpoints" / "best.ckpt").exists()
@@ -231,7 +235,10 @@ class RunDir:
     def close(self, kind, error: BaseException | None, trace) -> None:
         if error and self.loggers and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
-        with self.lock or nullcontext():
+        # The first error is the one to tell.
+        with self.lock or nullcontext(), suppress(*[Exception] if error else []), ExitStack() as last:
             for logger in self.loggers:
-                with suppress(Exception) if error else nullcontext():  # the first error is the one to tell
-                    logger.close()
+                last.callback(logger.close)  # also where another one fails
+            if self.loggers:
+                is_finished = (self.path / "model.pt").exists()
+                self.write_summary("failed" if error else "finished" if is_finished else "interrupted")

@@ -26,7 +26,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 import utils
 from data import EvalSampler, build_datasets, build_loader, eval_batch_size
-from loggers import atomically
+from loggers import atomically, format_row
 from rundir import checkpoints_of, load, step_of
 from train import build_fabric, build_metrics, build_model, validate
 
@@ -75,9 +75,10 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
     run_dir, stem = Path(config.out_dir), f"{config.split}_{path.stem}"
     print(f"{path} on {len(dataset)} {config.split} samples\n")
     if "confusion_matrix" in results:
-        print(utils.format_row(["class", "samples", "accuracy"]))
+        names = ["class", "samples", "accuracy"]
+        print(format_row(names, names))
         for i, row in enumerate(results["confusion_matrix"].tolist()):
-            print(utils.format_row([i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
+            print(format_row(names, [i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
     if config.predictions:
         samples = np.concatenate([batch for sampler in samplers for batch in sampler.batches]).tolist()
         rows = [*zip(samples, *results.pop("rows").T.tolist(), strict=True)]

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
-from tqdm import tqdm
 
 import utils
 from data import EvalSampler, TrainSampler, build_datasets, build_loader, eval_batch_size, seeder
+from loggers import Console, numbers
 from model import Model
 from rundir import RunDir
 
@@ -62,8 +62,6 @@ def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int,
         return peak * step / (warmup_steps + 1)
     if config.lr_schedule == "cosine":  # Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts
         return peak * 0.5 * (1 + math.cos(math.pi * (done - warmup_steps) / (total_steps - warmup_steps)))
-    if config.lr_schedule == "exponential":
-        return peak * config.gamma ** ((done - warmup_steps) / steps_per_epoch)
     return peak
 
 
@@ -75,27 +73,24 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: DataLoader, metri
     sums, seed = utils.Sums(fabric, {"samples": {}}), seeder(fabric, "validate", config.seed)
     for number, batch in enumerate(islice(loader, batches)):
         seed(number * fabric.world_size + fabric.global_rank)
-        values, count, outputs = compute_loss(model, batch, config)
+        with utils.shapes_in_error(batch):
+            values, count, outputs = compute_loss(model, batch, config)
         sums.add({name: value * count for name, value in values.items()}, count)
         metrics.update(*outputs)
     model.train()
     sums.collect()
-    scores = {name: value if value.ndim else value.item() for name, value in metrics.compute().items()}
-    return sums.take("samples") | scores
+    return sums.take("samples") | {k: value if value.ndim else value.item() for k, value in metrics.compute().items()}
 
 
 def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], resources: ExitStack) -> int:
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     train_set, val_set, batch_size = datasets["train"], datasets["val"], config.effective_batch_size
-    echo = tqdm.write if rank == 0 else lambda text: None  # print would break the progress bar
     stop = utils.StopSignals(config.timeout, resources)
 
     # ---- model, optimizer, metrics
     fabric.seed_everything(config.seed, verbose=False)
     model = build_model(config, train_set)  # on the CPU: a seed means the same weights on every kind of device
-    if config.summary:
-        echo(f"{model}\n{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     model = fabric.setup_module(torch.compile(model, dynamic=False) if config.compile else model)
     # After the model was set up: some strategies replace its parameters.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
@@ -122,8 +117,6 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- what follows from the config, in steps
     saved_size = state["micro_batch_size"]
     micro_batch_size, grad_accum_steps = split_batch(batch_size, config.micro_batch_size, saved_size, world_size)
-    if saved_size not in (None, micro_batch_size):
-        echo(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ from here")
     state["micro_batch_size"] = micro_batch_size
     steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))
     peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
@@ -142,21 +135,26 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- a first validation: a mistake in the model or the data shows before anything is written
     names = ["train/loss"]
     if val_samples:
-        results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
-        found = [name for name, value in results.items() if isinstance(value, float)]  # a metric may be a tensor
+        found = numbers(validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps)))
         names = [f"train/{name}" for name in found if name not in metrics] + [f"val/{name}" for name in found]
     if config.monitor not in names:
         raise ConfigError(f"--monitor {config.monitor}: choose from {', '.join(names)}")
     run.start(state["step"])
+
+    # ---- what will happen
+    console = Console(rank == 0, run.path, state["step"], total_steps)
+    console.print(f"{world_size} x {utils.device_name(device)}, precision {config.precision}")
+    console.print(f"{model.module if config.summary else 'model'}, {run.summary['parameters']:,} parameters")
+    console.print(f"{len(train_set):,} training samples, {val_samples:,} validation samples")
     factors = f"{world_size} process(es) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps"
-    echo(f"effective_batch_size {batch_size} = {factors}")
-    echo(f"lr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
-    echo(f"{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} steps")
-    echo(f"run directory {run.path or 'none: --fast_run writes nothing'}")
+    console.print(f"effective_batch_size {batch_size} = {factors}")
+    if saved_size not in (None, micro_batch_size):
+        console.print(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ")
+    console.print(f"lr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
+    console.print(f"{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} steps")
+    console.print(f"run directory {run.path or 'none: --fast_run writes nothing'}")
 
     # ---- the loop
-    columns = ["epoch", "step", *names, "lr", "samples_per_second", "data_wait"]
-    bar = tqdm(initial=state["step"], total=total_steps, unit="step", disable=None if rank == 0 else True)
     sums, timer, seed = utils.Sums(fabric, state["sums"]), utils.Timer(), seeder(fabric, "step", config.seed)
     first_step, last_step = state["step"] + 1, total_steps if state["bad_validations"] < patience else 0
     model.train()
@@ -184,7 +182,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step
-        bar.update()
+        console.update(step)
 
         # ---- now and then: log, validate, save
         is_due_step = is_log_step or is_val_step or is_save_step
@@ -195,36 +193,37 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         if is_log_step:
             row = {"epoch": step / steps_per_epoch, "train/grad_norm": grad_norm.item(), "lr": lr}
             row |= timer.take(batch_size) | sums.take("log", "train/")
+            console.show({"train/loss": row["train/loss"], "samples/s": row["samples_per_second"]})
             if not math.isfinite(row["train/loss"]):
                 raise RunError(f"the loss is {row['train/loss']} in the steps up to {step}")
         if is_val_step:
             means = sums.take("validation", "train/")
             results = validate(fabric, config, model, val_loader, metrics) if val_samples else {}
-            row |= {f"val/{name}": value for name, value in results.items()}
-            value, sign = (row | means)[config.monitor], -1 if mode == "min" else 1
+            validated = {f"val/{name}": value for name, value in results.items()}
+            value, sign = (means | validated)[config.monitor], -1 if mode == "min" else 1
             is_best = math.isfinite(value) and (state["best"] is None or sign * value > sign * state["best"])
             state["bad_validations"] = 0 if is_best else state["bad_validations"] + 1
             if is_best:
                 state["best"], state["best_step"] = value, step
             is_over = is_over or state["bad_validations"] >= patience
-            table_row = {"epoch": step / steps_per_epoch, "step": step, "lr": lr} | row | means
-            echo(utils.format_row(table_row.get(name, "") for name in columns))
+            row |= validated | {"best": state["best"]}
+            console.show({config.monitor: value})
+            console.row({"epoch": step / steps_per_epoch, "step": step} | means | validated | {"lr": lr})
         run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
-        if is_save_step or is_over or is_best:
+        if is_val_step or is_save_step or is_over:
             run.save(step, is_save_step or is_over, is_best)
         if step == first_step:
-            echo(utils.memory(state, device) + "\n" + utils.format_row(columns))
+            console.print(utils.memory(state, device))
         if is_over:
             break
-    bar.close()
+    console.bar.close()
     is_finished = state["step"] >= total_steps or state["bad_validations"] >= patience
     if is_finished:
         run.finish("model")
-    echo(f"{'finished' if is_finished else 'stopped by a signal'} after {state['step']} of {total_steps} steps")
+    ending = "finished" if is_finished else "stopped by a signal"
     best = "none" if state["best"] is None else f"{state['best']:.5g} at step {state['best_step']}"
-    echo(f"best {config.monitor} {best}")
-    if run.path:
-        echo(f"next: {run.next_command(is_finished)}")
+    console.print(f"{ending} after {state['step']} of {total_steps} steps, best {config.monitor} {best}")
+    console.print(f"next: {run.next_command(is_finished)}")
     return 0 if is_finished else utils.PREEMPTED
 
 

@@ -2,6 +2,7 @@
 metric, a batch or a key of `state`."""
 
 import ctypes
+import logging
 import os
 import platform
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +23,9 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cli import say
+from cli import is_local_zero, say
 from config import OWN_OF_A_HOST, ConfigError, RunError
 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
@@ -46,6 +47,10 @@ def prepare_device(config) -> None:
         raise ConfigError("--precision 16-mixed: needs a GPU; use bf16-mixed or 32-true")
     if config.strategy == "dp":
         raise ConfigError("--strategy dp: needs GPUs; use ddp, which is faster on them, too")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
@@ -73,6 +78,8 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         with ExitStack() as resources:
             return function(resources)
 
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # the first lines of train.py say more than their banner
     code = fabric.launch(start)
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, else gloo can abort at exit
@@ -116,6 +123,8 @@ class StopSignals:
 
     def receive(self, number: int, frame) -> None:
         self.received = number
+        if is_local_zero():  # print could be interrupted by itself
+            os.write(2, b"\nstopping after this step; a second signal ends the process at once\n")
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
 
@@ -131,6 +140,16 @@ class StopSignals:
         self.interval = max(1, min(int(self.steps / max(seconds, 1e-6)), 2 * self.steps))
         self.steps, self.asked = 0, time.monotonic()
         return received > 0
+
+
+@contextmanager
+def shapes_in_error(batch) -> Iterator[None]:
+    """Adds the shapes of a batch to what is raised inside: data and model may not fit together."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"the batch is {tree_map_only(Tensor, lambda x: f'{x.dtype} {tuple(x.shape)}', batch)}")
+        raise
 
 
 def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer: Optimizer) -> None:
@@ -216,8 +235,3 @@ def memory(state: dict, device: torch.device) -> str:
     is_cuda = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else 1e3 * getrusage(RUSAGE_SELF).ru_maxrss
     return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak / 1e6:.4g} MB"
-
-
-def format_row(values) -> str:
-    """A line of a table: names right-aligned over their values."""
-    return "  ".join(f"{value:>12.5g}" if isinstance(value, float) else f"{value:>12}" for value in values)

@@ -25,11 +25,11 @@ torch.set_num_threads(1)  # as in the processes that are started: sums in the sa
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
 # 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, four micro-batches a step. The
-# exponential schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
+# constant schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
 # was long from the start.
 LONG = (
     "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
-    "--width 4 --micro_batch_size 16 --lr_schedule exponential --checkpoint_frequency 0.25 --logger_name csv"
+    "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
 )
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75

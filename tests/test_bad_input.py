@@ -91,7 +91,7 @@ def test_value_that_is_not_allowed(options: str, option: str, tmp_path: Path):
 
 ZERO = [
     "width", "num_nodes", "effective_batch_size", "micro_batch_size", "epochs", "max_steps", "base_lr",
-    "base_batch_size", "gamma", "max_grad_norm", "early_stopping_patience", "log_per_epoch", "log_interval",
+    "base_batch_size", "max_grad_norm", "early_stopping_patience", "log_per_epoch", "log_interval",
     "val_frequency", "val_interval", "checkpoint_frequency", "checkpoint_interval", "num_checkpoint_keep", "fast_run",
     "limit_train_batches", "timeout",
 ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_message_has_what_was_given_and_no_word_of_typing(options: str, told: 
 
 
 def test_several_mistakes_are_named_together(tmp_path: Path):
-    refused("train.py --epochs 0 --gamma -1 --dropout 2", tmp_path, "--epochs", "--gamma", "--dropout", how=run)
+    refused("train.py --epochs 0 --width -1 --dropout 2", tmp_path, "--epochs", "--width", "--dropout", how=run)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ def test_without_options_the_defaults_hold():
 
 def test_later_layers_win():
     """Defaults < config files in their order < command line."""
-    Path("shared.yaml").write_text("epochs: 1\nseed: 1\ngamma: 0.1\n")
+    Path("shared.yaml").write_text("epochs: 1\nseed: 1\nbase_lr: 0.1\n")
     Path("variant.yaml").write_text("epochs: 2\nseed: 2\n")
     config = train("--epochs 3 --config_path shared.yaml variant.yaml")
-    assert (config.epochs, config.seed, config.gamma, config.width) == (3, 2, 0.1, TrainConfig().width)
+    assert (config.epochs, config.seed, config.base_lr, config.width) == (3, 2, 0.1, TrainConfig().width)
     config = train("--config_path variant.yaml shared.yaml --epochs 3")
     assert (config.epochs, config.seed) == (3, 1)
 
@@ -238,7 +238,7 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
     [
         {},
         {"epochs": 2.5, "max_steps": 100, "val_interval": 3, "val_frequency": 0.5, "checkpoint_interval": 7},
-        {"base_lr": 1e-5, "weight_decay": 0.0, "warmup_epochs": 0.5, "gamma": 1.0, "max_grad_norm": 1.0},
+        {"base_lr": 1e-5, "weight_decay": 0.0, "warmup_epochs": 0.5, "max_grad_norm": 1.0},
         {"logger_name": ("wandb",), "monitor": "train/loss", "monitor_mode": "max", "log_interval": 7},
         {"logger_name": ("csv", "tensorboard", "wandb"), "num_checkpoint_keep": None, "checkpoint_frequency": 0.1},
         {"limit_train_batches": 1.0, "limit_val_batches": 1, "fast_run": 3, "compile": True},
@@ -293,10 +293,10 @@ def test_a_finished_run_is_not_trained_again(resume: str, capsys):
             train(f"--resume {resume} {harmless}")
         assert not ended.value.code
         assert "nothing to do: 20260102-000000-train_out is finished" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--gamma.* 20260102-000000-train_out is finished"):
-        train(f"--resume {resume} --gamma 0.5")
-    longer = train(f"--resume {resume} --epochs 30 --gamma 0.5")
-    assert (longer.resume, longer.epochs, longer.gamma) == ("20260102-000000-train_out", 30, 0.5)
+    with pytest.raises(ConfigError, match="--base_lr.* 20260102-000000-train_out is finished"):
+        train(f"--resume {resume} --base_lr 0.5")
+    longer = train(f"--resume {resume} --epochs 30 --base_lr 0.5")
+    assert (longer.resume, longer.epochs, longer.base_lr) == ("20260102-000000-train_out", 30, 0.5)
 
 
 @pytest.mark.parametrize("given", ["--resume=", "--resume= --out_dir x", "--config_path="])
@@ -308,14 +308,14 @@ def test_an_empty_name_is_not_ignored(given: str):
 
 def test_resume_takes_the_options_of_the_run(capsys):
     """Nothing has to be typed again; what is typed wins, and is told."""
-    make_run("20260101-000000-x", epochs=7, gamma=0.5, effective_batch_size=32)
-    Path("file.yaml").write_text("gamma: 0.25\nepochs: 8\n")
+    make_run("20260101-000000-x", epochs=7, base_lr=0.5, effective_batch_size=32)
+    Path("file.yaml").write_text("base_lr: 0.25\nepochs: 8\n")
     for name in ("x", "20260101-000000-x", Path("20260101-000000-x").absolute()):
         config = train(f"--resume {name} --config_path file.yaml --epochs 9")
         assert Path(config.resume).samefile("20260101-000000-x")
-        assert (config.epochs, config.gamma, config.effective_batch_size) == (9, 0.25, 32)
+        assert (config.epochs, config.base_lr, config.effective_batch_size) == (9, 0.25, 32)
         told = capsys.readouterr().out
-        assert "--epochs 9.0 instead of 7.0\n" in told and "--gamma 0.25 instead of 0.5\n" in told
+        assert "--epochs 9.0 instead of 7.0\n" in told and "--base_lr 0.25 instead of 0.5\n" in told
         assert "effective_batch_size" not in told and "config_path" not in told
 
 

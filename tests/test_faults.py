@@ -314,7 +314,8 @@ def test_a_run_that_is_being_written_to_is_not_resumed_by_another(tmp_path):
     assert refused.count("error") == 1 and "Traceback" not in refused and "another process died" not in refused
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in folder.iterdir()} <= {
-        *(".lock", "config.yaml", "checkpoints", "logs", "provenance", "summary.json", "summary.json.tmp")
+        *(".lock", "config.yaml", "checkpoints", "logs", "provenance", "summary.json", "summary.json.tmp"),
+        "train.log",
     }
     assert len([*folder.glob("provenance/*.txt")]) == 1
     step = newest(tmp_path)

@@ -83,7 +83,7 @@ def test_csv_has_a_row_per_logged_step_also_after_a_kill(resumed):
 def test_rows_have_the_keys_of_the_plan(resumed):
     training = {"step", "epoch", "train/loss", "train/grad_norm", "lr", "samples_per_second", "data_wait"}
     for row in rows(resumed):
-        assert set(row) == training | ({"val/loss", "val/accuracy"} if row["step"] % 8 == 0 else set())
+        assert set(row) == training | ({"val/loss", "val/accuracy", "best"} if row["step"] % 8 == 0 else set())
         assert row["epoch"] == row["step"] / 8
         assert row["samples_per_second"] > 0 and 0 <= row["data_wait"] <= 1
 
@@ -134,9 +134,10 @@ def read_tensorboard(folder: Path):
 
 def test_tensorboard_has_the_steps_and_values_of_the_csv_each_once(resumed):
     board, expected = read_tensorboard(resumed), rows(resumed)
-    assert set(board.Tags()["scalars"]) == {name for row in expected for name in row} - {"step"}
-    for name in board.Tags()["scalars"]:
-        curve = [(event.step, event.value) for event in board.Scalars(name)]
+    tags = {name if "/" in name else f"vitals/{name}": name for row in expected for name in row if name != "step"}
+    assert set(board.Tags()["scalars"]) == {*tags}
+    for tag, name in tags.items():
+        curve = [(event.step, event.value) for event in board.Scalars(tag)]
         assert [step for step, _ in curve] == [row["step"] for row in expected if name in row], name
         values = torch.tensor([row[name] for row in expected if name in row], dtype=torch.float32)
         torch.testing.assert_close(torch.tensor([value for _, value in curve]), values, rtol=1e-6, atol=0)
