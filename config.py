@@ -114,8 +114,8 @@ LENGTH = ("epochs", "max_steps", "early_stopping_patience")
 OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
 
 
-def problems(config: MachineConfig) -> list[str]:
-    """What is wrong with a config, one text per mistake, each naming its option."""
+def problems(config) -> list[str]:
+    """What is wrong with a TrainConfig or TestConfig, one text per mistake, each naming its option."""
     found = []
     for option in fields(config):
         name, value, kinds = option.name, getattr(config, option.name), (option.type, *get_args(option.type))

@@ -142,7 +142,7 @@ class MicroBatches(Dataset):
         return self.collate([self.dataset[index] for index in indices.tolist()])
 
 
-def seeder(fabric, tag: str, seed: int) -> Callable[[int], None]:
+def seeder(fabric, tag: str, seed: int) -> Callable[[int], object]:
     """A function of a number that seeds torch's generators, of the CPU and the devices, by it: no generator's state has
     to be saved."""
     generators, base = [torch.default_generator], zlib.crc32(f"{tag} {seed}".encode())

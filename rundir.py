@@ -13,6 +13,7 @@ import zipfile
 from contextlib import ExitStack, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from lightning.fabric import Fabric
@@ -67,10 +68,11 @@ class RunDir:
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
         self.fabric, self.config, self.state = fabric, config, state
-        self.path, self.lock, self.loggers, self.damaged, self.began = None, None, [], [], time.monotonic()
+        self.path, self.loggers, self.damaged, self.began = None, [], [], time.monotonic()
+        self.lock: TextIO | None = None
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
-        self.summary = {"parameters": parameters, "seconds": 0.0, "last": {}}
+        self.summary: dict = {"parameters": parameters, "seconds": 0.0, "last": {}}
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
         self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
         check_plain("state", state)
@@ -104,6 +106,7 @@ class RunDir:
             self.damaged.append(path)
         if self.damaged or "checkpoint" in self.summary:
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
+        return None
 
     def restore(self, path: Path) -> None:
         """Restores `state`. What the checkpoint lacks stays as it is."""

@@ -39,7 +39,7 @@ class Predictions(CatMetric):
         super().update(torch.stack([targets, predictions, confidences], dim=1))
 
 
-def write_predictions(rows: list[list], results: dict, stem: str, run_dir: Path) -> None:
+def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path) -> None:
     """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
     with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
         writer = csv.writer(file)

@@ -152,7 +152,7 @@ def shapes_in_error(batch) -> Iterator[None]:
         raise
 
 
-def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer: Optimizer) -> None:
+def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer) -> None:
     """Lets both be called past Fabric's wrappers where those convert nothing: 30 of the 230 µs of a small step."""
     if fabric.strategy.precision.precision == "32-true":  # found before the wrappers' own, which are their classes'
         model.__dict__["forward"] = model._forward_module
