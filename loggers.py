@@ -53,7 +53,7 @@ def numbers(row: dict) -> dict:
 def format_row(names, values) -> str:
     """A line of a table: values right-aligned under their names, which are a line of themselves."""
     texts = [f"{value:.5g}" if isinstance(value, float) else str(value) for value in values]
-    return "  ".join(f"{text:>{max(len(name), 8)}}" for name, text in zip(names, texts, strict=True))
+    return "  ".join(f"{text:>{max(len(name), 10)}}" for name, text in zip(names, texts, strict=True))
 
 
 class Console:
@@ -91,7 +91,7 @@ class Console:
     def show(self, values: dict[str, float]) -> None:
         """Shows these values, and those shown before, behind the progress bar."""
         self.values |= values
-        self.shown = ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
+        self.shown = ", ".join(f"{name} {value:.3g}" for name, value in self.values.items())
         self.bar.set_postfix_str(self.shown, refresh=False)
 
 

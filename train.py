@@ -193,7 +193,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         if is_log_step:
             row = {"epoch": step / steps_per_epoch, "train/grad_norm": grad_norm.item(), "lr": lr}
             row |= timer.take(batch_size) | sums.take("log", "train/")
-            console.show({"train/loss": row["train/loss"], "samples/s": row["samples_per_second"]})
+            console.show({"train/loss": row["train/loss"]})
             if not math.isfinite(row["train/loss"]):
                 raise RunError(f"the loss is {row['train/loss']} in the steps up to {step}")
         if is_val_step:

@@ -75,10 +75,14 @@ def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Pa
 # ---- mistakes
 
 
+# Those of the model and those of the data.
+SHAPES = "mat1 and mat2 shapes cannot be multiplied (128x32 and 48x10); the batch is ('torch.float32 (128, 1, 8, 8)', "
+
+
 @pytest.mark.parametrize(
     "file, old, new, words, options",
     [
-        ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ""),
+        ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", SHAPES, ""),
         ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ON_2),
         ("data.py", "num_classes, self.shift = images", "classes, self.shift = images", "attribute 'num_classes'", ""),
         ("train.py", "len(targets), (logits, targets)", "len(targets), (targets,)", "TypeError: ", ""),

@@ -1,0 +1,175 @@
+"""What a run prints: header, table, progress; and what of it stays in the run directory."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from conftest import ON_2, PREEMPTED, REPO, SMALL, call, clean_environment, kill_group, replaced, run, run_dir, start
+
+from config import RunError
+from loggers import Console, format_row
+
+
+def last_summary(cwd: Path) -> dict:
+    return json.loads((run_dir(cwd) / "summary.json").read_text())
+
+
+# ---- header and table
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> tuple[str, Path]:
+    """What a default run of two epochs prints, and its folder."""
+    cwd = tmp_path_factory.mktemp("default")
+    return run("train.py --epochs 2 --accelerator cpu", cwd).stdout, cwd
+
+
+def test_the_header_says_what_will_happen(default):
+    printed, cwd = default
+    assert printed.splitlines()[:7] == [
+        "1 x cpu, precision 32-true",
+        "model, 58,314 parameters",
+        "1,217 training samples, 200 validation samples",
+        "effective_batch_size 64 = 1 process(es) x 64 micro_batch_size x 1 grad_accum_steps",
+        "lr 0.004 = base_lr 0.004 scaled by rule linear",
+        "38 steps = 2 epochs x 19 steps",
+        f"run directory {run_dir(cwd).name}",
+    ]
+
+
+def test_a_run_fits_into_80_columns_and_its_values_end_where_their_names_do(default):
+    lines = default[0].splitlines()
+    assert max(map(len, lines[:3] + lines[4:])) <= 80
+    first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["epoch", "step"])
+    ends = [[match.end() for match in re.finditer(r"\S+", line)] for line in lines[first : first + 3]]
+    assert ends[0] == ends[1] == ends[2] and len(ends[0]) == 6
+
+
+def test_the_names_come_again_where_the_columns_change(tmp_path, capsys):
+    console = Console(True, tmp_path, 0, 10)
+    console.row({"epoch": 1.0, "val/loss": 0.5})
+    console.row({"epoch": 2.0, "val/loss": 0.25})
+    console.row({"epoch": 3.0, "train/mine": 1, "val/loss": 0.125, "val/each": object()})
+    expected = [
+        ("epoch", "val/loss"),
+        ("1", "0.5"),
+        ("2", "0.25"),
+        ("epoch", "train/mine", "val/loss"),
+        ("3", "1", "0.125"),
+    ]
+    printed = capsys.readouterr().out
+    assert [tuple(line.split()) for line in printed.splitlines()] == expected
+    assert (tmp_path / "train.log").read_text() == printed
+
+
+def test_a_value_longer_than_its_name_keeps_its_digits():
+    assert format_row(["lr"], [2.7277393194555355e-05]) == "2.7277e-05"
+
+
+def test_no_warning_and_one_header_in_two_processes(tmp_path):
+    done = run(f"train.py {SMALL} {ON_2}", tmp_path)
+    assert done.stderr == "" and done.stdout.count("run directory") == 1
+    assert done.stdout.startswith("2 x cpu, precision 32-true\n")
+
+
+# ---- progress
+
+
+def test_train_log_has_what_was_printed_and_goes_on_after_a_resume(default):
+    printed, cwd = default
+    log = run_dir(cwd) / "train.log"
+    assert log.read_text() == printed
+    more = call(f"train.py --resume {run_dir(cwd).name} --epochs 3", cwd).stdout
+    assert log.read_text() == printed + more[more.index("1 x cpu") :]
+
+
+def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
+    """The process has a real terminal as its stderr."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # lines, columns
+    command = [sys.executable, str(REPO / "train.py"), *SMALL.split(), "--log_interval", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=terminal, env=clean_environment())
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(master, 65536):
+            shown += part
+    except OSError:  # Linux's end of file
+        os.close(master)
+    assert process.wait() == 0
+    bars = [text for text in re.split(r"[\r\n]", shown.decode()) if "step/s" in text]
+    assert re.search(r"20/20 \[.*, train/loss \d\.\d+, val/accuracy 0\.\d+\]", bars[-1])
+    assert "step/s" not in (run_dir(tmp_path) / "train.log").read_text()
+
+
+def test_without_a_terminal_a_line_of_progress_comes_after_a_while_without_another(tmp_path):
+    program = tmp_path / "program"
+    replaced(program, "loggers.py", "self.printed + 30", "self.printed + 0")
+    done = call(f"{program}/train.py {SMALL} --log_interval 2", tmp_path)
+    lines = [line for line in done.stdout.splitlines() if "step/s" in line or "s/step" in line]
+    assert len(lines) == 20 and done.stderr == ""
+    assert re.search(r"15/20 \[.*, train/loss 2\.\d+, val/accuracy 0\.\d+\]", lines[14])
+    assert "step/s" not in call(f"train.py {SMALL} --out_dir other", tmp_path).stdout  # which takes less than that
+
+
+def test_a_signal_is_answered_at_once(tmp_path):
+    process = start("train.py --accelerator cpu --width 4 --epochs 1000", tmp_path)
+    try:
+        assert any("memory per device" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=300)[1]
+    finally:
+        if process.poll() is None:
+            kill_group(process)
+    assert process.returncode == PREEMPTED
+    assert err == "\nstopping after this step; a second signal ends the process at once\n"
+
+
+# ---- summary.json
+
+
+def test_the_summary_of_a_finished_run(default):
+    cwd = default[1]
+    summary = last_summary(cwd)
+    assert summary["state"] == "finished" and summary["step"] == summary["checkpoint"] >= 38
+    assert summary["parameters"] == 58314 and 0 < summary["seconds"] < 600
+    assert {"train/loss", "val/loss", "val/accuracy", "lr", "samples_per_second"} <= summary["last"].keys()
+    assert summary["best"] == summary["last"]["best"] and summary["best_step"] in (38, 57)
+
+
+def test_the_state_is_running_after_a_validation_and_then_interrupted_and_at_last_finished(tmp_path):
+    process = start("train.py --accelerator cpu --width 4 --epochs 1000 --checkpoint_frequency None", tmp_path)
+    try:
+        assert any(re.match(r" +2 ", line) for line in process.stdout)  # the second row of the table
+        first = last_summary(tmp_path)
+        process.terminate()
+        process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            kill_group(process)
+    assert first["state"] == "running" and first["step"] >= 19 and "checkpoint" not in first
+    second = last_summary(tmp_path)
+    assert second["state"] == "interrupted" and second["checkpoint"] == second["step"] > first["step"]
+    call(f"train.py --resume train_out --max_steps {second['step'] + 1}", tmp_path)
+    third = last_summary(tmp_path)
+    assert third["state"] == "finished" and third["seconds"] > second["seconds"] > first["seconds"]
+
+
+def test_a_run_that_failed_says_so(tmp_path):
+    with pytest.raises(RunError) as error:
+        from cli import parse_train
+        from train import main
+
+        os.chdir(tmp_path)
+        main(parse_train(f"{SMALL} --base_lr 1e30 --lr_schedule constant".split()))
+    assert "not finite" in str(error.value) or "the loss is" in str(error.value)
+    assert last_summary(tmp_path)["state"] == "failed"
