@@ -1,7 +1,7 @@
 """Searches over any options of train.py, or runs a list of config files. Each training is an ordinary run directory.
 
 python recipes/sweep.py sweep.yaml --trials 30 --jobs 2 -- --epochs 10
-python recipes/sweep.py configs/*.yaml                                  # a run for each file
+python recipes/sweep.py wide.yaml deep.yaml --shared shared.yaml        # a run for each file
 
 sweep.yaml has options of train.py: a list holds values to choose from, a mapping a range; what else there is, and what
 stands behind `--`, is given to every run.
@@ -67,9 +67,10 @@ class Sweep:
             raise ConfigError("seed: give a list; a point is trained with each of them")
         self.is_grid = not any(isinstance(choice, dict) for choice in self.space.values())
         self.stopping = threading.Event()
-        given = dict(re.findall(r"--(\w+)[= ](\S+)", " ".join(args.options)))
-        monitor = given.get("monitor") or self.fixed.get("monitor") or TrainConfig.monitor
-        mode = given.get("monitor_mode") or self.fixed.get("monitor_mode") or mode_of(monitor)
+        given = (read(args.shared)[0] if args.shared else {}) | self.fixed
+        given |= dict(re.findall(r"--(\w+)[= ](\S+)", " ".join(args.options)))
+        monitor = given.get("monitor") or TrainConfig.monitor
+        mode = given.get("monitor_mode") or mode_of(monitor)
         if mode is None:
             raise ConfigError(f"--monitor {monitor}: its name does not tell what is best, give --monitor_mode")
         self.monitor = monitor
@@ -150,6 +151,8 @@ class Sweep:
         bests = []
         for seed in self.seeds:
             options = self.fixed | point | ({} if seed is None else {"seed": seed})
+            if self.args.shared:
+                options["config_path"] = [self.args.shared, *filter(None, [point.get("config_path")])]
             name = self.name_of(point, seed)
             code = self.run(name, options, device, file, trial if self.args.prune and not bests else None)
             if self.stopping.is_set():
@@ -271,6 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=about, epilog=details, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("files", nargs="+", metavar="YAML", help="a search, or config files to run")
+    parser.add_argument("--shared", metavar="YAML", help="a config file for all runs; what differs wins over it")
     parser.add_argument("--study", help="name of the study, and of its runs; default: the file's")
     parser.add_argument("--root_dir", default=".", help="directory of the study and its runs")
     parser.add_argument("--trials", type=int, default=20, help="points to draw, of ranges (20)")

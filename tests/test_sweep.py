@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import PREEMPTED, kill_group, run, start, wait_for
+import yaml
+from conftest import PREEMPTED, REPO, kill_group, run, start, wait_for
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.recipes
@@ -103,6 +104,18 @@ def test_config_files_are_run_one_by_one_and_a_failure_does_not_stop_the_others(
     assert {*bests(tmp_path)} == {"sweep-config_path=a", "sweep-config_path=c"}
     assert "failed with code 2" in done.stdout
     assert "--effective_batch_size 5000" in (tmp_path / "sweep-config_path=b.log").read_text()
+
+
+def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
+    configs = REPO / "examples" / "configs"
+    (tmp_path / "shared.yaml").write_text((configs / "shared.yaml").read_text() + "monitor: val/loss\n")
+    files = " ".join(map(str, sorted({*configs.glob("*.yaml")} - {configs / "shared.yaml"})))
+    done = run(f"{SWEEP} {files} --shared shared.yaml --study e {OPTIONS} --epochs 1 --warmup_epochs 0", tmp_path)
+    assert {*bests(tmp_path)} == {f"e-config_path={name}" for name in ("large_batch", "regularized", "wide")}
+    assert "best val/loss" in done.stdout
+    for path in tmp_path.glob("*/config.yaml"):
+        options = yaml.safe_load(path.read_text())
+        assert options["seed"] == 1 and path.parent.name.endswith(f"path={options['comment'].replace(' ', '_')}")
 
 
 @pytest.mark.parametrize(
