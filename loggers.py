@@ -67,7 +67,11 @@ class Console:
 
     def print(self, text: str) -> None:
         if self.is_rank_zero:
-            tqdm.write(text)  # print would break the progress bar
+            try:
+                tqdm.write(text)  # print would break the progress bar
+                sys.stdout.flush()
+            except BrokenPipeError:  # of `| head`: the run goes on without it
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.printed = time.monotonic()
             if self.run_dir:
                 with open(self.run_dir / "train.log", "a") as file:

@@ -134,6 +134,16 @@ def test_a_signal_is_answered_at_once(tmp_path):
     assert err == "\nstopping after this step; a second signal ends the process at once\n"
 
 
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    """As in `python train.py | head -1`."""
+    process = start(f"train.py {SMALL}", tmp_path)
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait() == 0 and err == ""
+    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].startswith("next: ")
+
+
 # ---- summary.json
 
 
