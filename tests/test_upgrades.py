@@ -1,0 +1,96 @@
+"""docs/upgrades.md: a copy of the template, edited, gets a later version of it by the commands of the page."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import REPO, call, diffs, edited
+
+PAGE = (REPO / "docs" / "upgrades.md").read_text()
+_, CLONE, MERGE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+OPTIMIZER, LOSS = (next(diff for diff in diffs("README.md") if word in diff) for word in ("torch.optim.SGD", "smooth"))
+
+
+def shell(commands: str, folder: Path, code: int = 0) -> str:
+    """Runs the commands up to the first that fails, and returns what they print."""
+    who = {f"GIT_{role}_{key}": "test@localhost" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env = own | who | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    done = subprocess.run(["bash", "-ec", commands], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def commit(folder: Path, message: str) -> str:
+    """Commits all files; returns the commit."""
+    return shell(f"git add --all; git commit --quiet --message '{message}'; git rev-parse HEAD", folder).strip()
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A template with a history: an older version, and the one that is copied."""
+    template = tmp_path / "template"
+    template.mkdir()
+    shell("git init --quiet --initial-branch main", template)
+    (template / "train.py").write_text("older\n")
+    commit(template, "older")
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, template)
+    commit(template, "copied")
+    return template
+
+
+def assert_both_edits_train(project: Path) -> None:
+    text = (project / "train.py").read_text()
+    assert "torch.optim.SGD" in text and "label_smoothing=0.1" in text
+    done = call(f"{project}/train.py --accelerator cpu --fast_run", project)
+    assert "train/smooth" in done.stdout and "finished after 2 of 2 steps" in done.stdout
+
+
+def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
+    clone = CLONE.replace("URL", str(template))
+    project = Path(shell(f"{clone}\npwd", tmp_path).strip())
+    commit(edited(OPTIMIZER, project), "my optimizer")
+    later = commit(edited(LOSS, template), "another loss")
+    shell(MERGE, project)
+    assert_both_edits_train(project)
+    assert shell("git merge-base HEAD template/main", project).strip() == later
+    own = shell("git diff template/main -- '*.py'", project)
+    assert "torch.optim.SGD" in own and "smooth" not in own
+
+
+def test_a_conflict_is_marked_and_can_be_taken_back(template: Path, tmp_path: Path):
+    shell(CLONE.replace("URL", str(template)), tmp_path)
+    project = tmp_path / "project"
+    mine = LOSS.replace("label_smoothing=0.1", "label_smoothing=0.2")
+    before = commit(edited(mine, project), "my loss")
+    commit(edited(LOSS, template), "another loss")
+    assert "CONFLICT (content): Merge conflict in train.py" in shell(MERGE, project, code=1)
+    text = (project / "train.py").read_text()
+    assert text.count("<<<<<<<") == 1 and len(text.split("<<<<<<<")[1].split(">>>>>>>")[0].splitlines()) < 15
+    shell("git merge --abort", project)
+    assert shell("git rev-parse HEAD; git status --short", project).strip() == before
+    assert "label_smoothing=0.2" in (project / "train.py").read_text()
+
+
+def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Path, tmp_path: Path):
+    copied = shell("git rev-parse HEAD", template).strip()
+    commit(edited(LOSS, template), "another loss")
+    project = tmp_path / "project"
+    project.mkdir()
+    edited(OPTIMIZER, project)
+    *_, last = shell(COPY.replace("URL", str(template)), project).splitlines()
+    assert last.split()[1] == copied
+
+    unrelated = MERGE.replace("git merge", "git merge --allow-unrelated-histories")
+    assert "CONFLICT (add/add): Merge conflict in train.py" in shell(unrelated, project, code=1)
+    assert (project / "train.py").read_text().count("<<<<<<<") == 2, "both edits, which do not touch each other"
+    shell("git merge --abort", project)
+    before = (project / "train.py").read_text()
+    shell(RECORD.replace("COMMIT", copied), project)
+    assert (project / "train.py").read_text() == before
+    shell(MERGE, project)
+    assert_both_edits_train(project)
