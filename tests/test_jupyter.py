@@ -89,6 +89,11 @@ import os, signal
 open(f"/proc/self/task/{os.getpid()}/children").read(), \\
 [path for fd in os.listdir("/proc/self/fd") if (path := os.path.realpath(f"/proc/self/fd/{fd}")).endswith(".lock")]
 """
+FAILS_LATER = """
+rate = train.learning_rate
+train.learning_rate = lambda config, peak, step, *args: peak if step < 30 else 1 / 0
+train.main(config)
+"""
 BAD_FILE = """
 def forward(self, images):
     raise KeyError
@@ -112,6 +117,10 @@ def test_the_cells_train_after_mistakes_in_the_options_the_notebook_and_a_file(k
     assert len([*folder.glob("*-notebook")]) == 1, "a mistake leaves no run directory"
     corrected = BAD_CODE.replace("logits, target,", "logits, targets,")
     assert kernel(corrected) == "0" and "val/accuracy" in kernel.printed
+
+    assert kernel(FAILS_LATER) == "ZeroDivisionError"
+    assert kernel(LEFT) == before, "while the notebook holds the traceback"
+    assert kernel("train.learning_rate = rate\ntrain.main(parse_train('--resume notebook'.split()))") == "0"
 
     source = (folder / "model.py").read_text()
     (folder / "model.py").write_text(source + BAD_FILE)
