@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -197,6 +198,7 @@ def run(main: Callable, config) -> NoReturn:
     """Ends the process with the exit code of main(config), or with a last line that says what failed and what to do."""
     gc.enable()
     gc.freeze()  # what is there by now is never searched for garbage
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     try:
         end(main(config))
     except (ConfigError, RunError) as error:

@@ -7,6 +7,7 @@ devices, on exactly the samples that are left.
 
 import random
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -174,6 +175,8 @@ def build_loader(fabric, dataset: Dataset, sampler: Sampler, config, resources: 
         collate_fn=MicroBatches.collate_fn,
         num_workers=config.num_workers,
         persistent_workers=config.num_workers > 0,
+        # Else, from Python 3.14 on, a worker would import the main script, which would need a __main__ guard.
+        multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
         timeout=config.timeout if config.num_workers else 0,
         pin_memory=fabric.device.type == "cuda",
         worker_init_fn=ignore_signals,

@@ -118,15 +118,18 @@ class StopSignals:
         if dist.is_initialized():  # on the CPU, so that to ask never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
-            for number in STOP_SIGNALS:
-                resources.callback(signal.signal, number, signal.signal(number, self.receive))
+            self.before = {number: signal.signal(number, self.receive) for number in STOP_SIGNALS}
+            resources.callback(self.restore)
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def receive(self, number: int, frame) -> None:
         self.received = number
         if is_local_zero():  # print could be interrupted by itself
             os.write(2, b"\nstopping after this step; a second signal ends the process at once\n")
-        for other in STOP_SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        self.restore()
 
     def __call__(self, is_due: bool) -> bool:
         """Whether to stop; called once a step, by all ranks. They ask each other for certain where it `is_due`: before

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,33 @@ def test_stop_button_and_a_kernel_that_is_killed(kernel: Kernel, folder: Path, t
     call("train.py --out_dir long --epochs 50", alone)
     weights = [torch.load(run_dir(path, "long") / "model.pt", weights_only=True) for path in (folder, alone)]
     torch.testing.assert_close(*weights, atol=0, rtol=0)
+
+
+# As a step that hangs.
+SLOW = """
+import pathlib, time
+def compute_loss(*args):
+    pathlib.Path("slow").touch()
+    time.sleep(1000)
+train.compute_loss = compute_loss
+train.main(config)
+"""
+
+
+def test_stop_button_pressed_twice_ends_the_step_and_not_the_kernel(kernel: Kernel, folder: Path):
+    def press() -> None:
+        wait_for((folder / "slow").exists)
+        kernel.manager.interrupt_kernel()
+        time.sleep(1)
+        kernel.manager.interrupt_kernel()
+
+    kernel(FIRST)
+    before = kernel(LEFT)
+    stop = threading.Thread(target=press)
+    stop.start()
+    assert kernel(SLOW) == "KeyboardInterrupt"
+    stop.join()
+    assert kernel(LEFT) == before and kernel("1 + 1") == "2"
 
 
 def test_two_processes(kernel: Kernel, folder: Path):
