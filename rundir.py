@@ -183,7 +183,7 @@ class RunDir:
         """Writes summary.json, and a checkpoint: step-*.ckpt where `is_regular`, best.ckpt where `is_best`. Deletes all
         step-*.ckpt but the newest `num_checkpoint_keep`. Raises RunError for a state that cannot be loaded, or is not
         finite."""
-        if self.loggers:
+        if self.loggers and time.monotonic() > self.began + 1:  # a validation may take less than to write
             self.write_summary("running")
         is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
         if self.config.fast_run or not (is_regular or is_best):
