@@ -26,8 +26,7 @@ OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
 SMALL = "--accelerator cpu --epochs 1 --limit_train_batches 4 --limit_val_batches 2 --width 4"
 SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/test_config.py"}
 # Links and commands that wait for a file.
-PENDING = {"docs/notebooks.md", "docs/upgrades.md", "docs/tensorboard.png", "docs/confusion_matrix.png",
-           "recipes/pictures.patch"}  # fmt: skip
+PENDING = {"docs/tensorboard.png", "docs/confusion_matrix.png", "recipes/pictures.patch"}
 
 
 def commands(text: str) -> list[str]:
