@@ -229,7 +229,7 @@ class RunDir:
     def next_command(self, is_finished: bool) -> str:
         """What to do after the training."""
         if not self.path:
-            return "python train.py without --fast_run, which has written nothing"
+            return "the same without --fast_run, which has written nothing"
         if not is_finished:
             return f"python train.py --resume {shlex.quote(str(self.path))}"
         has_best = (self.path / "checkpoints" / "best.ckpt").exists()

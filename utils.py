@@ -34,7 +34,9 @@ SHARED = "all machines need the same files, options and --root_dir, on a file sy
 
 
 def prepare_device(config) -> None:
-    """Sets what is faster on the kind of device. Raises ConfigError for what Fabric would silently replace on a CPU."""
+    """Sets what is faster on the kind of device, or quieter. Raises ConfigError for what Fabric would silently replace on a CPU."""
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # the first lines of train.py say more than their banner
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if config.accelerator != "cpu" and (config.accelerator != "auto" or has_gpu):
         torch.set_float32_matmul_precision("high")  # TF32; on a CPU it would make small products twice as slow
@@ -78,8 +80,6 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         with ExitStack() as resources:
             return function(resources)
 
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # the first lines of train.py say more than their banner
     code = fabric.launch(start)
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, else gloo can abort at exit
