@@ -9,6 +9,7 @@ for bit, and the same logs, each step once. Mounting disks needs root; without i
 """
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -119,8 +120,15 @@ def curves(cwd: Path) -> dict:
     if not (run_dir(cwd) / "logs" / "tensorboard").exists():
         return {}
     board = read_tensorboard(run_dir(cwd))
-    names = set(board.Tags()["scalars"]) - {"samples_per_second", "data_wait"}
+    names = set(board.Tags()["scalars"]) - {"vitals/samples_per_second", "vitals/data_wait"}
     return {name: [(event.step, event.value) for event in board.Scalars(name)] for name in names}
+
+
+def summary(cwd: Path) -> dict:
+    """summary.json, without what is measured in seconds."""
+    found = json.loads((run_dir(cwd) / "summary.json").read_text())
+    found["last"] = {k: v for k, v in found["last"].items() if k not in ("samples_per_second", "data_wait")}
+    return {name: value for name, value in found.items() if name != "seconds"}
 
 
 def wandb_rows(cwd: Path) -> list[dict]:
@@ -148,6 +156,7 @@ def check_same(cwd: Path, options: str, atol: float = 0) -> None:
         assert ours == theirs, "metrics.csv differs"
         assert_same_best(cwd, alone)
         assert curves(cwd) == curves(alone), "TensorBoard has other curves"
+        assert summary(cwd) == summary(alone), "summary.json differs"
         found, rows = wandb_rows(cwd), wandb_rows(alone)  # a SIGKILL may cost some, and a resume logs some again
         assert bool(found) == bool(rows) and all(row in rows for row in found), "wandb has other rows"
     assert not [*run_dir(cwd).rglob("*.tmp")], f"left: {[*run_dir(cwd).rglob('*.tmp')]}"
