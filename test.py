@@ -41,18 +41,23 @@ class Predictions(CatMetric):
 
 def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path) -> None:
     """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
+    table = [[sample, int(target), int(prediction), p] for sample, target, prediction, p in sorted(rows)]
     with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
-        writer = csv.writer(file)
-        writer.writerow(["sample", "target", "prediction", "confidence"])
-        writer.writerows([sample, int(target), int(prediction), p] for sample, target, prediction, p in sorted(rows))
+        csv.writer(file).writerows([["sample", "target", "prediction", "confidence"], *table])
     print(f"predictions {path}")
     if not find_spec("matplotlib"):
-        print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
-    elif (confusion := results.get("confusion_matrix")) is not None:
-        from torchmetrics.utilities.plot import plot_confusion_matrix
+        return print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
+    from matplotlib.figure import Figure
 
-        figure, _ = plot_confusion_matrix(confusion.cpu(), add_text=len(confusion) <= 20)
-        figure.savefig(run_dir / f"confusion_matrix_{stem}.png")
+    n = len(counts := results["confusion_matrix"].cpu().numpy())
+    rates = counts / np.where(counts, counts.sum(axis=1, keepdims=True), np.nan)  # no colour where nothing is
+    axes = (figure := Figure(figsize=(min(n / 2 + 3, 12), min(n / 2 + 2, 11)), layout="constrained")).subplots()
+    figure.colorbar(axes.imshow(rates, "Blues" if n <= 20 else "viridis_r", clim=(0, 1)), label="Share of true class")
+    axes.set(title=f"{run_dir.name}\n{stem}", xlabel="Predicted class", ylabel="True class")
+    axes.locator_params(nbins=25, integer=True)
+    for i, j in np.argwhere(counts) if n <= 20 else ():  # numbers, where they fit
+        axes.text(j, i, counts[i, j], color="k" if rates[i, j] < 0.5 else "w", ha="center", va="center")
+    figure.savefig(run_dir / f"confusion_matrix_{stem}.png")
 
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
