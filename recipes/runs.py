@@ -6,8 +6,9 @@ python recipes/runs.py DIR --filter width=64 state=finished --format csv
 python recipes/runs.py DIR --plot curves.png                  # needs matplotlib
 python recipes/runs.py DIR --diff A B                         # options, packages and code of two runs
 
-A run is `running` while its process holds the lock, `finished` once it has model.pt, else `interrupted`. `time` is that
-of its training steps, without validations, checkpoints and pauses. Files that cannot be read are named on stderr.
+A run is `running` while its process holds the lock, `finished` once it has model.pt, `failed` where an error ended it,
+else `interrupted`, also by a kill. `time` is that of all its starts up to the last validation, checkpoint or end, as in
+summary.json. `parameters` is shown where it differs. Files that cannot be read are named on stderr.
 """
 
 import argparse
@@ -30,6 +31,8 @@ import yaml
 
 HIDDEN = ("out_dir", "root_dir")  # options that the name of the run tells
 RESULTS = ("best", "best_step", "step", "time", "state")
+LOSSES = ("train/loss", "val/loss")
+LEGEND = 20  # runs at most in the legend of --plot
 
 
 class Mistake(ValueError):
@@ -42,10 +45,15 @@ class Run:
     options: dict[str, str]
     rows: list[dict[str, str]]  # of metrics.csv
     results: dict = field(default_factory=dict)
+    last: dict = field(default_factory=dict)  # logged values, as of summary.json
     mode: str = "max"
 
     def get(self, name: str):
         return {"run": self.path.name, **self.options, **self.results}.get(name)
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.mode == "min" else 1
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """The steps and values of a column, where it has a number."""
@@ -93,9 +101,10 @@ def read(path: Path, parse, default):
 
 def read_summary(file) -> dict:
     summary = dict(json.load(file))
-    if [name for name in ("step", "best", "best_step") if not isinstance(summary.get(name, 0), int | float | None)]:
+    names = ("step", "best", "best_step", "seconds", "parameters")
+    if [name for name in names if not isinstance(summary.get(name, 0), int | float | None)]:
         raise ValueError("it has a text for a number")
-    return summary
+    return summary | {"last": dict(summary.get("last", {}))}
 
 
 def read_rows(file) -> list[dict[str, str]]:
@@ -123,20 +132,21 @@ def read_run(path: Path) -> Run:
     run = Run(path, options, read(path / "logs" / "csv" / "metrics.csv", read_rows, []))
     run.mode = mode_of(options, summary)
     # A checkpoint may be older than the last row. The rows of train/ are means of other steps than those compared.
-    monitor, sign = options.get("monitor", ""), -1 if run.mode == "min" else 1
+    monitor = options.get("monitor", "")
     points = run.curve(monitor) if monitor.startswith("val/") else []
     saved = summary.get("best_step"), summary.get("best")
-    best_step, best = max(points, key=lambda point: sign * point[1], default=saved)
-    before, samples_per_step, seconds = 0, number(options.get("effective_batch_size")), None
-    for step, speed in run.curve("samples_per_second") if isinstance(samples_per_step, float) else ():
-        before, seconds = step, (seconds or 0.0) + (step - before) * samples_per_step / max(speed, 1e-9)
-    state = "finished" if (path / "model.pt").exists() else "interrupted"
+    best_step, best = max(points, key=lambda point: run.sign * point[1], default=saved)
+    # A process that was killed could not change "running" in summary.json: the lock tells.
+    state = "failed" if summary.get("state") == "failed" else "interrupted"
+    state = "finished" if (path / "model.pt").exists() else state
+    run.last = summary.get("last", {})
     run.results = {
         "best": best,
         "best_step": best_step,
         "step": max([summary.get("step") or 0, *(int(row["step"]) for row in run.rows)]),
-        "time": seconds,
+        "time": summary.get("seconds"),
         "state": "running" if is_locked(path / ".lock") else state,
+        "parameters": summary.get("parameters"),
     }
     return run
 
@@ -162,7 +172,7 @@ def differing(runs: list[Run]) -> list[str]:
 def chosen(runs: list[Run], filters: list[str]) -> list[Run]:
     for text in filters:
         key, equals, wanted = text.partition("=")
-        names = {"run", *RESULTS, *(name for run in runs for name in run.options)}
+        names = {"run", *RESULTS, "parameters", *(name for run in runs for name in run.options)}
         if not equals or key not in names:
             raise Mistake(f"--filter {text}: expected KEY=VALUE, KEY an option, run, {', '.join(RESULTS)}")
         found = [(run, run.get(key)) for run in runs]
@@ -224,18 +234,34 @@ def show(rows: list[dict], style: str) -> None:
 
 
 def plot(runs: list[Run], names: list[str], path: str) -> None:
-    """The monitored value of each run over its steps."""
+    """The losses and the monitored values of the runs over their steps; in the legend the best runs, best first."""
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise Mistake("--plot: needs matplotlib; pip install matplotlib") from None
-    axes = (figure := Figure(figsize=(8, 5), layout="constrained")).subplots()
-    for run in runs:
-        label = ", ".join(f"{name} {run.options.get(name, '-')}" for name in names) or run.path.name
-        points = run.curve(run.options.get("monitor", ""))
-        axes.plot([step for step, _ in points], [value for _, value in points], label=label)
-    axes.set(xlabel="step", ylabel=" / ".join(sorted({run.options.get("monitor", "-") for run in runs})))
-    axes.legend(fontsize="small")
+    runs = sorted(runs, key=lambda run: (run.get("best") is None, run.sign * -(run.get("best") or 0)))
+    panels = [LOSSES, *((name,) for name in sorted({run.options.get("monitor", "") for run in runs} - {*LOSSES}))]
+    panels = [panel for panel in panels if any(run.curve(name) for run in runs for name in panel)] or [LOSSES]
+    labels = [", ".join(f"{name} {run.options.get(name, '-')}" for name in names) or run.path.name for run in runs]
+    columns = min(len(runs), 75 * len(panels) // (max(map(len, labels[:LEGEND])) + 8) or 1)
+    size = 5.5 * len(panels), 4 + 0.18 * min(len(runs), LEGEND) / columns
+    figure = Figure(figsize=size, layout="constrained")
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
+            color = f"C{number}" if len(runs) <= 10 else colormaps["turbo"](number / (len(runs) - 1))
+            for name in panel:
+                is_second = name == "train/loss" and panel == LOSSES
+                style = {"linestyle": ":"} if is_second else {"label": label}
+                points = run.curve(name)
+                axes.plot([step for step, _ in points], [value for _, value in points], color=color, **style)
+        title = "train/loss (dotted) and val/loss" if panel == LOSSES else panel[0]
+        is_log = panel == LOSSES and all(value > 0 for line in axes.lines for value in line.get_ydata())
+        axes.set(title=title, xlabel="step", yscale="log" if is_log else "linear")
+        axes.grid(alpha=0.3)
+    best = [found[:LEGEND] for found in axes.get_legend_handles_labels()]
+    title = f"the {LEGEND} best of {len(runs)} runs" if len(runs) > LEGEND else None
+    figure.legend(*best, loc="outside lower center", ncols=columns, fontsize="small", title=title)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -259,7 +285,7 @@ def diff(runs: list[Run], names: list[str]) -> None:
             raise Mistake(f"--diff {name}: {len(found) or 'no'} runs have that in their name")
         pair += found
     (packages, code), (other_packages, other_code) = map(provenance, pair)
-    compared = {"package": (packages, other_packages), "result": [run.results for run in pair]}
+    compared = {"package": (packages, other_packages), "result": [run.results | run.last for run in pair]}
     for title, (ours, theirs) in ({"option": [run.options for run in pair]} | compared).items():
         changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and name not in HIDDEN]
         rows = [{title: name, "A": cell(name, ours.get(name)), "B": cell(name, theirs.get(name))} for name in changed]
@@ -293,7 +319,8 @@ def main() -> None:
     if args.group:
         rows = grouped(runs, [name for name in names if name not in ("seed", "comment")])
     else:
-        rows = [{"run": run.path.name} | {name: run.get(name) for name in (*names, *RESULTS)} for run in runs]
+        shown = [*names, *["parameters"] * (len({run.get("parameters") for run in runs} - {None}) > 1), *RESULTS]
+        rows = [{"run": run.path.name} | {name: run.get(name) for name in shown} for run in runs]
     if args.sort:
         rows = in_order(rows, args.sort, runs[0].mode == "max")
     if args.plot:

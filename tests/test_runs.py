@@ -21,20 +21,21 @@ HOLD_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl
 
 
 def make(folder: Path, number: int, values: list[float], finished: bool = True, **options) -> Path:
-    """A run that has validated and logged every tenth step; each took a tenth of a second."""
+    """A run that has validated and logged every tenth step, which took half a second."""
     (path := folder / f"20260101-{number:06}-x").mkdir()
     options = OPTIONS | options
     (path / "config.yaml").write_text(yaml.safe_dump(options, sort_keys=False))
     mode = options["monitor_mode"] or "max"
     best = (max if mode == "max" else min)(values)
     summary = {"step": 10 * len(values), "monitor": f"{mode} {options['monitor']}", "best": best}
-    summary["best_step"] = 10 * values.index(best) + 10
+    summary |= {"best_step": 10 * values.index(best) + 10, "parameters": 1000, "seconds": len(values) / 2}
+    summary |= {"state": "finished" if finished else "running", "last": {"lr": 0.1, options["monitor"]: values[-1]}}
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "logs" / "csv").mkdir(parents=True)
     with open(path / "logs" / "csv" / "metrics.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", "lr", "samples_per_second", options["monitor"]])
-        writer.writerows([10 * i, 0.1, 1000.0, value] for i, value in enumerate(values, 1))
+        writer.writerow(["step", "lr", "samples_per_second", "train/loss", "val/loss", options["monitor"]])
+        writer.writerows([10 * i, 0.1, 1000.0, 2 / i, 1 / i, value] for i, value in enumerate(values, 1))
     (path / ".lock").touch()
     if finished:
         (path / "model.pt").touch()
@@ -61,26 +62,46 @@ def test_a_row_has_the_options_that_differ_and_the_results(sweep: Path):
     rows = table(sweep)
     assert [*rows[0]] == ["run", "seed", "width", "best", "best_step", "step", "time", "state"]
     assert [*rows[4].values()][:6] == ["20260101-000004-x", "1", "64", "0.9400000000000001", "20", "30"]
-    assert float(rows[4]["time"]) == pytest.approx(3)
+    assert float(rows[4]["time"]) == pytest.approx(1.5)
     lines = runs(sweep).stdout.splitlines()
     assert lines[0] == "best: max val/accuracy"
-    assert lines[6].split() == ["20260101-000004-x", "1", "64", "0.94", "20", "30", "0:00:03", "finished"]
+    assert lines[6].split() == ["20260101-000004-x", "1", "64", "0.94", "20", "30", "0:00:01", "finished"]
     assert len(lines) == 8
 
 
 def test_the_state_of_a_run(tmp_path: Path):
-    """A resume that is under way counts as running, also where the run was finished before."""
-    paths = [make(tmp_path, number, [0.5], finished=number > 1) for number in range(4)]
+    """A resume that is under way counts as running, also where the run was finished or had failed before. A run whose
+    summary says `running`, but that holds no lock, was killed."""
+    paths = [make(tmp_path, number, [0.5], finished=number in (2, 3)) for number in range(6)]
+    for path in paths[4:]:
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"state": "failed"}))
     held = [subprocess.Popen([sys.executable, "-c", HOLD_LOCK, paths[number] / ".lock"], stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE) for number in (1, 3)]  # fmt: skip
+                             stdout=subprocess.PIPE) for number in (1, 3, 5)]  # fmt: skip
     try:
         assert all(process.stdout.readline() for process in held)
-        assert [row["state"] for row in table(tmp_path)] == ["interrupted", "running", "finished", "running"]
+        states = ["interrupted", "running", "finished", "running", "failed", "running"]
+        assert [row["state"] for row in table(tmp_path)] == states
         assert all(process.poll() is None for process in held)
     finally:
         for process in held:
             process.communicate(b"\n")
-    assert [row["state"] for row in table(tmp_path)] == ["interrupted", "interrupted", "finished", "finished"]
+    states = ["interrupted", "interrupted", "finished", "finished", "failed", "failed"]
+    assert [row["state"] for row in table(tmp_path)] == states
+    assert len(table(tmp_path, "--filter state=failed")) == 2
+
+
+def test_parameters_are_shown_where_they_differ(tmp_path: Path):
+    for number in range(2):
+        path = make(tmp_path, number, [0.5])
+    assert "parameters" not in table(tmp_path)[0]
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps(summary | {"parameters": 2000}))
+    assert [row["parameters"] for row in table(tmp_path)] == ["1000", "2000"]
+    assert [row["run"][14] for row in table(tmp_path, "--filter parameters=2000")] == ["1"]
+    assert ["parameters", "1000", "2000"] in [
+        line.split() for line in runs(tmp_path, "--diff 000000 000001").stdout.splitlines()
+    ]
 
 
 def test_a_run_in_progress_counts_rows_after_its_last_checkpoint(tmp_path: Path):
@@ -127,7 +148,7 @@ DAMAGE = {
         "a: [[b], {c: d}]",
         "width: 64\nmonitor: val/accuracy\neffective_batch_size: many",
     ],
-    "summary.json": ["", '{"step": 3', "[1]", "\0\0\0", '{"step": "x"}'],
+    "summary.json": ["", '{"step": 3', "[1]", "\0\0\0", '{"step": "x"}', '{"last": 3}'],
     "logs/csv/metrics.csv": ["", "\0\0", "step,val/accuracy\n10,0.5\n20", "step\n", "a,b\n1,2\n", "step,lr\nx,y\n"],
 }
 
@@ -139,7 +160,7 @@ def test_a_damaged_run_does_not_hide_the_others(name: str, text: str, sweep: Pat
     assert len(done.stdout.splitlines()) == 7
     assert re.search("20260101-000004-x,1,64,.*0.94", done.stdout)
     assert "Traceback" not in done.stderr
-    if text in ("a: [", "- list", '{"step": 3', "[1]", '{"step": "x"}'):
+    if text in ("a: [", "- list", '{"step": 3', "[1]", '{"step": "x"}', '{"last": 3}'):
         assert f"20260101-000002-x/{name} is damaged: " in done.stderr
     (sweep / "20260101-000002-x" / name).unlink()
     done = runs(sweep, "--format csv")
@@ -156,11 +177,31 @@ def test_a_row_that_is_cut_does_not_count(tmp_path: Path):
     assert table(tmp_path)[0]["best"] == "0.5"
 
 
-def test_plot(sweep: Path):
-    pytest.importorskip("matplotlib")
-    runs(sweep, "--plot curves.png --filter width=64")
-    assert (sweep / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "--plot curves.xyz: " in runs(sweep, "--plot curves.xyz", code=2).stderr
+@pytest.mark.parametrize("number", [1, 2, 12, 40])
+def test_plot(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Losses on the left, the monitored value on the right; a legend with the best runs, which nothing overlaps."""
+    figures, Figure = [], pytest.importorskip("matplotlib.figure").Figure
+    draw = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: [figures.append(figure), draw(figure, path)])
+    for i in range(number):
+        make(tmp_path, i, [0.5, 0.9 + i / 1000, 0.7], seed=i % 3, width=i // 3)
+    runs(tmp_path, "--plot curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (left, right), (legend,) = figures[0].axes, figures[0].legends
+    assert (left.get_title(), left.get_yscale()) == ("train/loss (dotted) and val/loss", "log")
+    assert (right.get_title(), right.get_xlabel()) == ("val/accuracy", "step")
+    assert (len(left.lines), len(right.lines)) == (2 * number, number)
+    assert right.lines[0].get_xydata().tolist() == [[10, 0.5], [20, 0.9 + (number - 1) / 1000], [30, 0.7]]
+    assert [line.get_linestyle() for line in left.lines[:2]] == [":", "-"]
+    assert len({str(line.get_color()) for line in right.lines}) == number
+    texts = [text.get_text() for text in legend.get_texts()]
+    expected = [f"seed {i % 3}, width {i // 3}" for i in reversed(range(number))]
+    few = {1: ["20260101-000000-x"], 2: ["seed 1", "seed 0"]}
+    assert texts == few.get(number, expected[:20])
+    assert legend.get_title().get_text() == ("the 20 best of 40 runs" if number == 40 else "")
+    box, page = legend.get_window_extent(), figures[0].bbox
+    assert 0 <= box.x0 < box.x1 <= page.x1 and box.y0 >= 0 and box.y1 < min(a.get_tightbbox().y0 for a in (left, right))
+    assert "--plot curves.xyz: " in runs(tmp_path, "--plot curves.xyz", code=2).stderr
 
 
 def test_diff(sweep: Path):
@@ -209,5 +250,5 @@ def test_a_real_run(finished: Path):
     summary = json.loads((finished / "summary.json").read_text())
     found = float(row["best"]), int(row["best_step"]), int(row["step"]), row["state"]
     assert found == (summary["best"], summary["best_step"], summary["step"], "finished")
-    assert 0 < float(row["time"]) < 60
+    assert float(row["time"]) == summary["seconds"] > 0
     assert "code" in runs(finished.parent, f"--diff {finished.name} {finished.name}").stdout
