@@ -133,11 +133,9 @@ class TensorBoardLogger:
 
         self.writer = SummaryWriter(run_dir / "logs" / "tensorboard", purge_step=last_step + 1)
         self.close = self.writer.file_writer.close  # waits for the writer's thread, even where that has failed
-        options, default = asdict(config), TrainConfig()
-        names = sorted(options, key=lambda name: options[name] == getattr(default, name))  # those that differ first
-        options = {k: options[k] if type(options[k]) in (int, float, str) else str(options[k]) for k in names}
-        # SummaryWriter.add_hparams would make a run of its own.
-        for summary in hparams(options, {"vitals/best": 0, config.monitor: 0}):
+        options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
+        # SummaryWriter.add_hparams would make a run of its own. Without the first, TensorBoard finds what differs.
+        for summary in hparams(options, {})[1:]:
             self.writer.file_writer.add_summary(summary)
 
     def log(self, row: dict, step: int) -> None:

@@ -97,10 +97,11 @@ class RunDir:
     def choose_checkpoint(self) -> Path | None:
         """The whole checkpoint with the highest step; None in a run that never had one."""
         self.take_lock()
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             self.summary |= json.loads((self.path / "summary.json").read_text())
         for path in checkpoints_of(self.path):
-            if step_of(path) >= 0:
+            if (step := step_of(path)) >= 0:
+                self.summary["checkpoint"] = step
                 return path
             print(f"skipped {path}: it is damaged", file=sys.stderr)
             self.damaged.append(path)
@@ -183,10 +184,11 @@ class RunDir:
         """Writes summary.json, and a checkpoint: step-*.ckpt where `is_regular`, best.ckpt where `is_best`. Deletes all
         step-*.ckpt but the newest `num_checkpoint_keep`. Raises RunError for a state that cannot be loaded, or is not
         finite."""
-        if self.loggers and time.monotonic() > self.began + 1:  # a validation may take less than to write
-            self.write_summary("running")
         is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
-        if self.config.fast_run or not (is_regular or is_best):
+        is_saved = is_regular or is_best
+        if self.loggers and (is_saved or time.monotonic() > self.began + 1):  # a validation may take less than to write
+            self.write_summary("running")
+        if self.config.fast_run or not is_saved:
             return
         check_plain("state", self.state)
         norm = nn.utils.get_total_norm([p.detach() for module in self.modules for p in module.parameters()])

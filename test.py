@@ -48,15 +48,15 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     if not find_spec("matplotlib"):
         return print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
     from matplotlib.figure import Figure
+    from torchmetrics.utilities.plot import plot_confusion_matrix
 
-    n = len(counts := results["confusion_matrix"].cpu().numpy())
-    rates = counts / np.where(counts, counts.sum(axis=1, keepdims=True), np.nan)  # no colour where nothing is
-    axes = (figure := Figure(figsize=(min(n / 2 + 3, 12), min(n / 2 + 2, 11)), layout="constrained")).subplots()
-    figure.colorbar(axes.imshow(rates, "Blues" if n <= 20 else "viridis_r", clim=(0, 1)), label="Share of true class")
-    axes.set(title=f"{run_dir.name}\n{stem}", xlabel="Predicted class", ylabel="True class")
-    axes.locator_params(nbins=25, integer=True)
-    for i, j in np.argwhere(counts) if n <= 20 else ():  # numbers, where they fit
-        axes.text(j, i, counts[i, j], color="k" if rates[i, j] < 0.5 else "w", ha="center", va="center")
+    n = len(counts := results["confusion_matrix"].cpu())
+    shares, size = counts / counts.sum(dim=1, keepdim=True).clamp(min=1), min(n / 2 + 3, 12)
+    axes = (figure := Figure(figsize=(size + 1, size), layout="constrained")).subplots()
+    names = [str(i) if i % -(-n // 25) == 0 else "" for i in range(n)]  # at most 25
+    plot_confusion_matrix(shares, axes, add_text=n <= 16, labels=names, cmap="Blues" if n <= 16 else "viridis_r")
+    axes.set_title(f"{run_dir.name}\n{stem}")
+    figure.colorbar(axes.images[0], label="Share of the true class")
     figure.savefig(run_dir / f"confusion_matrix_{stem}.png")
 
 

@@ -34,7 +34,7 @@ SHARED = "all machines need the same files, options and --root_dir, on a file sy
 
 
 def prepare_device(config) -> None:
-    """Sets what is faster on the kind of device, or quieter. Raises ConfigError for what Fabric would silently replace on a CPU."""
+    """Sets what is faster on the kind of device. Raises ConfigError for what Fabric would silently replace on a CPU."""
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the first lines of train.py say more than their banner
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()

@@ -120,8 +120,7 @@ def test_a_confusion_matrix_of_256_classes_is_drawn_in_3_seconds(tmp_path: Path)
 @pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
 @pytest.mark.parametrize("num_classes", [2, 10, 100, 1000])
 def test_a_confusion_matrix_can_be_read(num_classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It says what it is of, no labels overlap or are cut, and numbers are where they fit, those of cells that have
-    something; in a row without samples nothing has a colour."""
+    """It says what it is of, no labels overlap or are cut, and numbers are where they fit."""
     from matplotlib.figure import Figure
 
     figures, confusion = [], 9000 * torch.eye(num_classes, dtype=torch.int64)
@@ -134,10 +133,10 @@ def test_a_confusion_matrix_can_be_read(num_classes: int, tmp_path: Path, monkey
     axes, bar = figure.axes
     assert axes.get_title().split() == [folder.name, "test_best"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Predicted class", "True class")
-    assert (bar.get_ylabel(), bar.get_ylim()) == ("Share of true class", (0, 1))
+    assert bar.get_ylabel() == "Share of the true class"
     figure.draw_without_rendering()
     for axis, first, last in ((axes.xaxis, "x0", "x1"), (axes.yaxis, "y0", "y1")):
-        labels = [label for label in axis.get_ticklabels() if label.get_text().isdecimal()]  # not -1, which is outside
+        labels = [label for label in axis.get_ticklabels() if label.get_text()]
         boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: getattr(box, first))
         assert len(boxes) >= min(num_classes, 20)
         for one, other in zip(boxes, boxes[1:], strict=False):
@@ -145,11 +144,10 @@ def test_a_confusion_matrix_can_be_read(num_classes: int, tmp_path: Path, monkey
     for text in (axes.title, axes.xaxis.label, axes.yaxis.label, bar.yaxis.label):
         box = text.get_window_extent()
         assert min(box.x0, box.y0) >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
-    numbers = {text.get_position()[::-1]: text.get_text() for text in axes.texts}
-    found = {(i, j): str(value) for (i, j), value in np.ndenumerate(confusion.numpy()) if value}
-    assert numbers == (found if num_classes <= 20 else {})
-    rates = axes.images[0].get_array()
-    assert rates[0, :2].tolist() == [0.9, 0.1] and rates[1].mask.all()
+    numbers = {text.get_position()[::-1]: float(text.get_text()) for text in axes.texts}
+    assert len(numbers) == (num_classes**2 if num_classes <= 16 else 0)
+    assert not numbers or (numbers[0, 0], numbers[0, 1], numbers[1, 1]) == (0.9, 0.1, 0.0)
+    assert axes.images[0].get_array()[0, :2].tolist() == pytest.approx([0.9, 0.1])
 
 
 def test_other_batch_size_and_precision(finished: Path, expected: tuple):
