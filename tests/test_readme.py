@@ -25,8 +25,6 @@ OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
 # What makes a command short, by a word in it: the options stay, these are put behind them.
 SMALL = "--accelerator cpu --epochs 1 --limit_train_batches 4 --limit_val_batches 2 --width 4"
 SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/test_config.py"}
-# Links and commands that wait for a file.
-PENDING = {"docs/tensorboard.png", "docs/confusion_matrix.png", "recipes/pictures.patch"}
 
 
 def commands(text: str) -> list[str]:
@@ -67,8 +65,6 @@ def test_command(command: str, checkout: Path):
     """Each one needs those before it. What installs from the network, .ci/run runs."""
     if command in ("python3 -m venv .venv", ".venv/bin/pip install -r requirements.txt"):
         return
-    if waits := [path for path in PENDING if path in command and not (REPO / path).exists()]:
-        pytest.skip(f"waits for {waits[0]}")
     command = command.removeprefix(".venv/bin/")
     command = " ".join([command, *(options for word, options in SHORT.items() if word in command)])
     interpreter, _, script = command.partition(" ")
@@ -111,7 +107,7 @@ def test_the_readme_is_short():
 def test_links_lead_to_files(page: str):
     targets = [target for target in re.findall(r"\]\((.+?)\)", TEXT[page]) if not target.startswith("http")]
     paths = [os.path.relpath((REPO / page).parent / target.partition("#")[0], REPO) for target in targets]
-    assert paths and [path for path in paths if not (REPO / path).exists() and path not in PENDING] == []
+    assert paths and [path for path in paths if not (REPO / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])

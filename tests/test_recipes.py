@@ -13,7 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from conftest import ON_2, REPO, SMALL, call, run, run_dir
+from conftest import ON_2, REPO, SMALL, call, history, run, run_dir
 
 RECIPES = REPO / "recipes"
 
@@ -143,6 +143,13 @@ def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path: Path):
     (program / "model.py").write_text(model.replace("nn.GELU(),", "nn.BatchNorm2d(width), nn.GELU(),", 1))
     run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
     assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+
+
+def test_the_exponential_schedule_falls_by_its_factor_in_each_epoch(tmp_path: Path):
+    program = with_recipe("exponential", tmp_path / "program")
+    call(f"{program}/train.py {SMALL} --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path)
+    rates = [float(row["lr"]) for row in history(tmp_path)]
+    assert rates[4:] == pytest.approx([4e-3 * 0.5 ** ((step - 5) / 4) for step in range(5, 21)])
 
 
 # ---- idle_gpus.sh; the one place with a stand-in, for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without one
