@@ -224,7 +224,8 @@ class RunDir:
 
     def finish(self, name: str) -> None:
         """Writes model.pt, the weights of state[name] alone, on the CPU. It marks a finished run."""
-        if self.fabric.is_global_zero and not self.config.fast_run:
+        if self.loggers:
+            self.write_summary("finished")
             with atomically(self.path / "model.pt", "wb") as file:
                 torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
