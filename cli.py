@@ -186,8 +186,10 @@ def say(message: str) -> None:
 
 
 def options(parse_options: Callable):
-    """What parse_train or parse_test makes of the command line of this process, which a mistake ends."""
+    """Parses the command line of this process; a mistake ends it with one line."""
     gc.disable()  # the imports that follow make a million objects that stay; `run` enables it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
         return parse_options(sys.argv[1:])
     except ConfigError as error:
@@ -198,7 +200,6 @@ def run(main: Callable, config) -> NoReturn:
     """Ends the process with the exit code of main(config), or with a last line that says what failed and what to do."""
     gc.enable()
     gc.freeze()  # what is there by now is never searched for garbage
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     try:
         end(main(config))
     except (ConfigError, RunError) as error:

@@ -37,7 +37,7 @@ class MachineConfig:
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
     num_nodes: int = 1  # Number of machines
     strategy: str = "auto"  # How several devices work together: ddp, dp, or another name of Fabric's
-    timeout: float = 300  # Seconds that a process waits for the others, or for its data workers, before it gives up
+    timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
 
     def __post_init__(self):
         if found := problems(self):
@@ -63,26 +63,26 @@ class TrainConfig(MachineConfig):
 
     effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
     micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
-    epochs: float = 20  # Passes over the training set; fractions are allowed
+    epochs: float = 20.0  # Passes over the training set; fractions are allowed
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
     lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # How it grows with the effective batch size
-    warmup_epochs: float = 1  # Epochs, or a fraction of one, over which the learning rate rises from zero
+    warmup_epochs: float = 1.0  # Epochs, or a fraction of one, over which the learning rate rises from zero
     lr_schedule: Literal["cosine", "constant"] = "cosine"  # Learning rate after the warm-up
     weight_decay: float = 0.01  # Weight decay of AdamW
     max_grad_norm: float | None = None  # Clip the gradient's norm to this once per step; None does not clip
     early_stopping_patience: int | None = None  # Stop after so many validations without a better `monitor`
 
     logger_name: tuple[Logger, ...] = ("csv", "tensorboard")  # One or more of csv, tensorboard and wandb
-    log_per_epoch: float = 1  # Times per epoch that the training loss is logged
+    log_per_epoch: float = 1.0  # Times per epoch that the training loss is logged
     log_interval: int | None = None  # Steps between two logs, instead of log_per_epoch
-    val_frequency: float = 1  # Epochs between two validations; fractions are allowed
+    val_frequency: float = 1.0  # Epochs between two validations; fractions are allowed
     val_interval: int | None = None  # Steps between two validations, instead of val_frequency
     monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
     monitor_mode: Literal["max", "min"] | None = None  # Is the max or min of `monitor` best? None goes by its name
 
-    checkpoint_frequency: float | None = 1  # Epochs between two checkpoints; None: only the last, and no best.ckpt
+    checkpoint_frequency: float | None = 1.0  # Epochs between two checkpoints; None: only the last, and no best.ckpt
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
 
@@ -102,7 +102,7 @@ class TestConfig(MachineConfig):
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     precision: Precision | None = None  # As of train.py; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
-    predictions: bool = False  # Write predictions_*.csv and confusion_matrix_*.png into the run directory
+    predictions: bool = False  # Write predictions_*.csv and, with matplotlib, confusion_matrix_*.png into the run
 
 
 MAY_BE_ZERO = ("seed", "num_workers", "weight_decay", "warmup_epochs", "num_sanity_val_steps", "dropout",
@@ -125,9 +125,8 @@ def problems(config) -> list[str]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             end = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
             if not (0 < value < end or (value == 0 and name in MAY_BE_ZERO)):
-                found.append(
-                    f"--{name} {value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0 and below {end}"
-                )
+                least = "at least 0" if name in MAY_BE_ZERO else "above 0"
+                found.append(f"--{name} {value}: must be {least}" + (f" and below {end}" if end < math.inf else ""))
             if isinstance(value, float) and name.startswith("limit_") and not 0 < value <= 1:
                 found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
         elif value == () or (value == "" and name not in ("comment", "project")):
@@ -138,7 +137,7 @@ def problems(config) -> list[str]:
         found.append(f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
                      "fsdp and model_parallel (sharded models) are a recipe, see recipes/README.md")  # fmt: skip
     if isinstance(config, TrainConfig):
-        if config.warmup_epochs > config.epochs and not config.max_steps:
+        if config.warmup_epochs > config.epochs > 0 and not config.max_steps:
             found.append(f"--warmup_epochs {config.warmup_epochs:g}: must be at most --epochs {config.epochs:g}")
         if config.fast_run and config.resume:
             found.append("--fast_run: writes nothing and starts afresh, so it does not go with --resume")

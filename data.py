@@ -105,7 +105,7 @@ def eval_batch_size(micro_batch_size: int) -> int:
 
 
 class EvalSampler(Sampler):
-    """Batches of at most `batch_size` samples (of one more where it is 1), in order, each sample once. All ranks have
+    """Batches of at most `batch_size` samples (of 2 where it is 1), in order, each sample once. All ranks have
     equally many, and none is empty, so that nobody waits. Raises ValueError for fewer samples than ranks."""
 
     def __init__(self, num_samples, batch_size, rank, world_size):
@@ -120,7 +120,7 @@ class EvalSampler(Sampler):
 
 class MicroBatches(Dataset):
     """A dataset of whole batches: fetches a key (number, sample numbers) once all generators are seeded by the number.
-    (By the sample it would take 440 µs for 64 of them.)"""
+    (For each sample it would cost 440 µs per 64.)"""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, zlib.crc32(f"data {seed}".encode())

@@ -1,5 +1,5 @@
-"""What a run tells: provenance, console, loggers; and how a file is written whole. What a resumed run has logged after
-`last_step` is dropped: it will be logged again."""
+"""Provenance, console output, loggers, and `atomically`, which writes a file. On a resume, a logger drops the rows
+after `last_step`: they are logged again."""
 
 import csv
 import os
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from config import TrainConfig
 
 @contextmanager
 def atomically(path: Path, mode: str = "w"):
-    """Opens a file beside `path` that gets the name at the end, once it is on the disk: a name means a whole file."""
+    """Opens a temporary file and renames it to `path` once it is on the disk: a file at `path` is always complete."""
     beside = path.with_name(path.name + ".tmp")
     try:
         with open(beside, mode, newline=None if "b" in mode else "") as file:
@@ -34,7 +34,7 @@ def atomically(path: Path, mode: str = "w"):
 
 
 def write_provenance(run_dir: Path, fabric: Fabric) -> None:
-    """What it takes to know later how this start of the run came about."""
+    """Records the command line, devices, host, packages and git state of this start."""
     packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
     devices = f"{fabric.world_size} x {fabric.device.type} on {platform.node()}"
     python = f"Python {platform.python_version()} on {platform.platform()}"
@@ -51,7 +51,7 @@ def numbers(row: dict) -> dict:
 
 
 def format_row(names, values) -> str:
-    """A line of a table: values right-aligned under their names, which are a line of themselves."""
+    """A line of a table, each value right-aligned under its name. Given the names twice, the header."""
     texts = [f"{value:.5g}" if isinstance(value, float) else str(value) for value in values]
     return "  ".join(f"{text:>{max(len(name), 10)}}" for name, text in zip(names, texts, strict=True))
 
@@ -60,10 +60,13 @@ class Console:
     """What rank 0 prints: lines, which also go to train.log in the run directory, and a progress bar on stderr; where
     that is no terminal, a line of progress after 30 seconds without another line."""
 
-    def __init__(self, is_rank_zero: bool, run_dir: Path | None, step: int, total_steps: int):
+    def __init__(self, is_rank_zero: bool, run_dir: Path | None, step: int, total_steps: int, resources: ExitStack):
         self.is_rank_zero, self.run_dir, self.columns, self.values, self.shown = is_rank_zero, run_dir, [], {}, ""
-        self.bar = tqdm(initial=step, total=total_steps, unit="step", disable=None if is_rank_zero else True)
+        text = "{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # in 80 columns
+        is_off = None if is_rank_zero else True  # None: where stderr is no terminal
+        self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, disable=is_off)
         self.began = self.printed = time.monotonic()
+        resources.callback(self.bar.close)  # else it would come again behind an error
 
     def print(self, text: str) -> None:
         if self.is_rank_zero:

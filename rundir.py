@@ -72,7 +72,7 @@ class RunDir:
         self.lock: TextIO | None = None
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
-        self.summary: dict = {"parameters": parameters, "seconds": 0.0, "last": {}}
+        self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
         self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
         check_plain("state", state)
@@ -97,8 +97,10 @@ class RunDir:
     def choose_checkpoint(self) -> Path | None:
         """The whole checkpoint with the highest step; None in a run that never had one."""
         self.take_lock()
-        with suppress(OSError, ValueError, TypeError):
-            self.summary |= json.loads((self.path / "summary.json").read_text())
+        with suppress(Exception):  # there is none yet, or it is damaged
+            found = json.loads((self.path / "summary.json").read_text())
+            self.summary |= {"seconds": float(found["seconds"]), "last": numbers(found["last"])}
+            self.summary["checkpoint"] = found["checkpoint"]
         for path in checkpoints_of(self.path):
             if (step := step_of(path)) >= 0:
                 self.summary["checkpoint"] = step
@@ -110,7 +112,7 @@ class RunDir:
         return None
 
     def restore(self, path: Path) -> None:
-        """Restores `state`. What the checkpoint lacks stays as it is."""
+        """Restores `state`. Entries that the checkpoint lacks keep their initial values."""
         if odd := differing_rank(self.fabric, path.stat().st_size if path.exists() else None):
             raise ConfigError(f"--resume: {odd} does not see {path} as rank 0 does; {SHARED}")
         saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, an optimizer would go on using the file
@@ -173,12 +175,12 @@ class RunDir:
             logger.log(numbers(row), step)
 
     def write_summary(self, state: str) -> None:
-        """Writes summary.json: what the run has come to, which is running, finished, interrupted or failed."""
-        self.summary |= {name: value for name, value in self.state.items() if type(value) in PLAIN}
+        """Writes summary.json; `state` is running, finished, interrupted or failed."""
+        plain = {name: value for name, value in self.state.items() if type(value) in PLAIN}
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
         self.summary |= {"state": state, "seconds": self.summary["seconds"] + seconds}
         with atomically(self.path / "summary.json") as file:
-            json.dump(self.summary, file, indent=2)
+            json.dump(plain | self.summary, file, indent=2)
 
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:
         """Writes summary.json, and a checkpoint: step-*.ckpt where `is_regular`, best.ckpt where `is_best`. Deletes all
@@ -202,22 +204,18 @@ class RunDir:
             saved = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
             torch.accelerator.synchronize(self.fabric.device)
         folder = self.path / "checkpoints"
-        beside, best = folder / "checkpoint.tmp", folder / "best.tmp"
-        with open(beside, "wb") as file:  # fabric.save would make a copy in memory and another one in $TMPDIR
+        best, regular, link = folder / "best.ckpt", folder / f"step-{step:08d}.ckpt", folder / "link.tmp"
+        with atomically(best if is_best else regular, "wb") as file:  # fabric.save would make two more copies of it
             torch.save(saved, file)
             file.flush()
-            os.fsync(file.fileno())
-        if "checkpoint" not in self.summary and step_of(beside) != step:  # the first one
-            raise RunError("the checkpoint cannot be read back: is there something in `state` that is not plain?")
-        if is_best:  # gets its name first: a kill in between must not lose it
+            if "checkpoint" not in self.summary and step_of(Path(file.name)) != step:  # the first one
+                raise RunError("the checkpoint cannot be read back: is there something in `state` that is not plain?")
+        if is_best and is_regular:  # best.ckpt first: a kill in between must not lose it
             try:
-                os.link(beside, best)
+                os.link(best, link)
             except OSError:  # a file system without links
-                shutil.copyfile(beside, best)
-            os.replace(best, folder / "best.ckpt")
-        if is_regular:
-            os.replace(beside, folder / f"step-{step:08d}.ckpt")
-        beside.unlink(missing_ok=True)
+                shutil.copyfile(best, link)
+            os.replace(link, regular)
         self.summary["checkpoint"] = step
         for path in sorted(folder.glob("step-*.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
             path.unlink()
@@ -245,6 +243,5 @@ class RunDir:
         with self.lock or nullcontext(), suppress(*[Exception] if error else []), ExitStack() as last:
             for logger in self.loggers:
                 last.callback(logger.close)  # also where another one fails
-            if self.loggers:
-                is_finished = (self.path / "model.pt").exists()
-                self.write_summary("failed" if error else "finished" if is_finished else "interrupted")
+            if self.loggers and self.summary["state"] != "finished":
+                self.write_summary("failed" if isinstance(error, Exception) else "interrupted")

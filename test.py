@@ -57,7 +57,8 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     plot_confusion_matrix(shares, axes, add_text=n <= 16, labels=names, cmap="Blues" if n <= 16 else "viridis_r")
     axes.set_title(f"{run_dir.name}\n{stem}")
     figure.colorbar(axes.images[0], label="Share of the true class")
-    figure.savefig(run_dir / f"confusion_matrix_{stem}.png")
+    figure.savefig(path := run_dir / f"confusion_matrix_{stem}.png")
+    print(f"confusion matrix {path}")
 
 
 def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, path: Path, resources) -> int:

@@ -39,7 +39,7 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
-    """The forward pass and the loss, of a training step, a validation and test.py; `model.training` tells which.
+    """Forward pass and loss, for training, validation and test.py; `model.training` tells which.
 
     `batch` is what the dataset gives: images (batch, channels, height, width) and class numbers (batch,). torch's
     generators are seeded before each call; NumPy's and Python's are not. Returns means by name, of which `loss` is
@@ -142,11 +142,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     run.start(state["step"])
 
     # ---- what will happen
-    console = Console(rank == 0, run.path, state["step"], total_steps)
+    console = Console(rank == 0, run.path, state["step"], total_steps, resources)
     console.print(f"{world_size} x {utils.device_name(device)}, precision {config.precision}")
     console.print(f"{model.module if config.summary else 'model'}, {run.summary['parameters']:,} parameters")
     console.print(f"{len(train_set):,} training samples, {val_samples:,} validation samples")
-    factors = f"{world_size} process(es) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps"
+    factors = f"{world_size} device(s) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps"
     console.print(f"effective_batch_size {batch_size} = {factors}")
     if saved_size not in (None, micro_batch_size):
         console.print(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ")
@@ -178,7 +178,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
         is_log_step, is_val_step, is_save_step = (step == total_steps or is_due(step, every) for every in intervals)
         if config.max_grad_norm or is_log_step:
-            grad_norm = utils.clip_gradients(fabric, model, optimizer, config.max_grad_norm)
+            grad_norm = utils.clip_gradients(fabric, optimizer, config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step

@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -114,7 +114,7 @@ class StopSignals:
 
     def __init__(self, timeout: float, resources: ExitStack):
         self.received, self.group = 0, None
-        self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since they last asked
+        self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since the ranks last asked each other
         if dist.is_initialized():  # on the CPU, so that to ask never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
@@ -127,12 +127,13 @@ class StopSignals:
 
     def receive(self, number: int, frame) -> None:
         self.received = number
-        if is_local_zero():  # print could be interrupted by itself
-            os.write(2, b"\nstopping after this step; a second signal ends the process at once\n")
+        with suppress(OSError):  # a reader that has gone away; print could be interrupted by itself
+            if is_local_zero():
+                os.write(2, b"\nstopping after this step; a second signal ends the process at once\n")
         self.restore()
 
     def __call__(self, is_due: bool) -> bool:
-        """Whether to stop; called once a step, by all ranks. They ask each other for certain where it `is_due`: before
+        """Whether to stop; called once a step, by all ranks. They always ask each other where it `is_due`: before
         they wait for the device, since a wait for a rank that has died would never end."""
         self.steps += 1
         if self.group is None or (self.steps < self.interval and not is_due):
@@ -156,25 +157,27 @@ def shapes_in_error(batch) -> Iterator[None]:
 
 
 def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer) -> None:
-    """Lets both be called past Fabric's wrappers where those convert nothing: 30 of the 230 µs of a small step."""
+    """Bypasses Fabric's wrappers in 32-true, where they convert nothing: saves 30 of the 230 µs of a small step."""
     if fabric.strategy.precision.precision == "32-true":  # found before the wrappers' own, which are their classes'
         model.__dict__["forward"] = model._forward_module
         optimizer.__dict__ |= {"step": optimizer.optimizer.step, "zero_grad": optimizer.optimizer.zero_grad}
 
 
-def clip_gradients(fabric: Fabric, model: nn.Module, optimizer, max_norm: float | None) -> Tensor:
-    """Clips the norm of all gradients to max_norm, where it is not None. Returns the norm before, on the device."""
+def clip_gradients(fabric: Fabric, optimizer, max_norm: float | None) -> Tensor:
+    """Clips the norm of an optimizer's gradients to max_norm, where it is not None. Returns the norm before, on the
+    device."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if scaler := getattr(fabric.strategy.precision, "scaler", None):
         scaler.unscale_(optimizer.optimizer)  # Fabric's own clipping refuses this for a fused optimizer
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 class Sums:
-    """Means of named values over all ranks, since each of the `windows` was last taken; in that dict are their sums, as
-    plain numbers. To `add` waits for nothing, to `collect` for the device."""
+    """Means of named values over all ranks. Each of the `windows` holds their sums since it was last taken, as plain
+    numbers. `add` waits for nothing, `collect` for the device."""
 
     def __init__(self, fabric: Fabric, windows: dict[str, dict]):
         self.fabric, self.windows, self.added, self.weight = fabric, windows, {}, 0

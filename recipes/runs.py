@@ -94,7 +94,7 @@ def read(path: Path, parse, default):
         if path.name == "config.yaml":
             print(f"{path} is missing", file=sys.stderr)
         return default
-    except (OSError, ValueError, TypeError, yaml.YAMLError, csv.Error) as error:
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError, csv.Error) as error:
         print(f"{path} is damaged: {' '.join(str(error).split())}", file=sys.stderr)
         return default
 
@@ -210,7 +210,7 @@ def in_order(rows: list[dict], key: str, is_max: bool) -> list[dict]:
 
 
 def cell(name: str, value) -> str:
-    if value is None:
+    if value is None or (name == "time" and not math.isfinite(value)):
         return "-"
     if name == "time":
         return f"{int(value // 3600)}:{int(value // 60 % 60):02}:{int(value % 60):02}"

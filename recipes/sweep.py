@@ -162,7 +162,10 @@ class Sweep:
                 self.study.tell(trial, state=TrialState.PRUNED)
                 return
             run_dir = newest_run(name, str(self.folder))
-            best = json.loads((run_dir / "summary.json").read_text())["best"] if code == 0 else None
+            try:
+                best = json.loads((run_dir / "summary.json").read_text())["best"] if code == 0 else None
+            except (OSError, ValueError, KeyError, TypeError):  # damaged
+                best = None
             if best is None:
                 print(f"trial {trial.number}: failed with code {code}, see {self.folder / name}.log", flush=True)
                 self.study.tell(trial, state=TrialState.FAIL)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_the_header_says_what_will_happen(default):
         "1 x cpu, precision 32-true",
         "model, 58,314 parameters",
         "1,217 training samples, 200 validation samples",
-        "effective_batch_size 64 = 1 process(es) x 64 micro_batch_size x 1 grad_accum_steps",
+        "effective_batch_size 64 = 1 device(s) x 64 micro_batch_size x 1 grad_accum_steps",
         "lr 0.004 = base_lr 0.004 scaled by rule linear",
         "38 steps = 2 epochs x 19 steps",
         f"run directory {run_dir(cwd).name}",
@@ -61,14 +62,14 @@ def test_the_header_says_what_will_happen(default):
 
 def test_a_run_fits_into_80_columns_and_its_values_end_where_their_names_do(default):
     lines = default[0].splitlines()
-    assert max(map(len, lines[:3] + lines[4:])) <= 80
+    assert max(map(len, lines)) <= 80
     first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["epoch", "step"])
     ends = [[match.end() for match in re.finditer(r"\S+", line)] for line in lines[first : first + 3]]
     assert ends[0] == ends[1] == ends[2] and len(ends[0]) == 6
 
 
 def test_the_names_come_again_where_the_columns_change(tmp_path, capsys):
-    console = Console(True, tmp_path, 0, 10)
+    console = Console(True, tmp_path, 0, 10, ExitStack())
     console.row({"epoch": 1.0, "val/loss": 0.5})
     console.row({"epoch": 2.0, "val/loss": 0.25})
     console.row({"epoch": 3.0, "train/mine": 1, "val/loss": 0.125, "val/each": object()})
@@ -157,7 +158,38 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].startswith("next: ")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_needs_no_stdout_and_no_stderr(closed: str, tmp_path: Path):
+    command = f"exec {sys.executable} {REPO}/train.py {SMALL} {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=clean_environment()).returncode == 0
+    assert last_summary(tmp_path)["state"] == "finished"
+
+
+def test_a_signal_is_obeyed_where_nobody_reads_stderr_any_more(tmp_path):
+    process = start("train.py --accelerator cpu --width 4 --epochs 1000", tmp_path)
+    try:
+        assert any("memory per device" in line for line in process.stdout)
+        process.stdout.close()
+        process.stderr.close()
+        process.terminate()
+        assert process.wait(timeout=300) == PREEMPTED
+    finally:
+        if process.poll() is None:
+            kill_group(process)
+    assert last_summary(tmp_path)["state"] == "interrupted"
+
+
 # ---- summary.json
+
+
+@pytest.mark.parametrize("name", ["seconds", "last", "checkpoint", None])
+def test_a_damaged_summary_does_not_keep_a_run_from_going_on(name, tmp_path):
+    call(f"train.py {SMALL}", tmp_path)
+    summary = last_summary(tmp_path)
+    text = json.dumps(summary | {name: [1]}) if name else "["
+    (run_dir(tmp_path) / "summary.json").write_text(text)
+    call("train.py --resume train_out --epochs 6", tmp_path)
+    assert last_summary(tmp_path).keys() == summary.keys() and last_summary(tmp_path)["step"] == 24
 
 
 def test_the_summary_of_a_finished_run(default):

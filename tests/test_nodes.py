@@ -83,7 +83,7 @@ def last_lines(error: str) -> list[str]:
 )
 def test_two_hosts_train_like_one_process(one, command, processes, tmp_path):
     done = run(f"{HOSTS} {command} {MICRO_16}", tmp_path)
-    assert f"64 = {processes} process(es) x 16 micro_batch_size" in done.stdout
+    assert f"64 = {processes} device(s) x 16 micro_batch_size" in done.stdout
     assert_same_training(tmp_path, one)
     if "--log-dir" in command:  # a file for each process
         assert len([*tmp_path.glob("logs/*/attempt_0/*/stdout.log")]) == processes

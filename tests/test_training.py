@@ -117,9 +117,9 @@ def assert_same_training(a: Run, b: Run) -> None:
 @pytest.mark.parametrize(
     "name, equation",
     [
-        ("64x1", "64 = 1 process(es) x 64 micro_batch_size x 1 grad_accum_steps"),
-        ("16x4", "64 = 1 process(es) x 16 micro_batch_size x 4 grad_accum_steps"),
-        ("2 processes", "64 = 2 process(es) x 32 micro_batch_size x 1 grad_accum_steps"),
+        ("64x1", "64 = 1 device(s) x 64 micro_batch_size x 1 grad_accum_steps"),
+        ("16x4", "64 = 1 device(s) x 16 micro_batch_size x 4 grad_accum_steps"),
+        ("2 processes", "64 = 2 device(s) x 32 micro_batch_size x 1 grad_accum_steps"),
     ],
 )
 def test_the_batch_arithmetic_is_printed_as_an_equation(runs, name, equation):
