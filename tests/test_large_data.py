@@ -1,9 +1,8 @@
-"""The data sets of recipes/data.md: its diffs applied, on small real files."""
+"""The data sets of recipes/data.md: its patches applied, on small real files."""
 
 import importlib.util
 import json
 import pickle
-import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,14 +11,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import LONG, ON_2, assert_same_run, call, diffs, edited, interrupt, kill_group, run, run_dir, weights
+from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir, weights
 from lightning.fabric import Fabric
 from PIL import Image
+from test_recipes import with_recipe
 
 from config import TrainConfig
 
-DIFFS = {re.search(r'if name == "(\w+)"', diff)[1]: diff for diff in diffs("recipes/data.md")}
-NAMES = sorted(DIFFS)
+NAMES = ["folder", "lines", "mapped", "parquet", "stream"]
 SIZES = {"train": 600, "val": 100, "test": 50}
 RUN = LONG.replace("--epochs 30", "--epochs 12")  # of 8 steps: 96
 
@@ -73,7 +72,7 @@ def name(request, files: Path) -> str:
 
 @pytest.fixture(scope="module")
 def repo(name: str, tmp_path_factory) -> Path:
-    return edited(DIFFS[name], tmp_path_factory.mktemp(name))
+    return with_recipe(name, tmp_path_factory.mktemp(name))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +82,6 @@ def data(repo: Path) -> ModuleType:
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_page_has_five_diffs():
-    assert NAMES == ["folder", "lines", "mapped", "parquet", "stream"]
 
 
 def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Path):
@@ -152,7 +147,7 @@ def test_a_worker_that_is_not_forked_gets_no_data(name: str, data, files: Path):
 
 
 def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
-    stream = f"{edited(DIFFS['stream'], tmp_path)}/train.py --dataset stream --data_dir {files}"
+    stream = f"{with_recipe('stream', tmp_path)}/train.py --dataset stream --data_dir {files}"
     for options in ("", " --limit_train_batches 0.5"):
         assert "--limit_train_batches" in call(f"{stream}{options}", tmp_path, code=2).stderr
 
