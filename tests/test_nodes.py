@@ -159,6 +159,6 @@ def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_pat
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGKILL, err  # of host 1; host 0 has ended well
-    equations = re.findall(r"64 = (\d) process", out)
+    equations = re.findall(r"64 = (\d) device", out)
     assert equations == ["2", "2", "1"]
     assert_same_training(tmp_path, whole)

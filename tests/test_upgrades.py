@@ -7,11 +7,20 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO, call, diffs, edited
+from conftest import REPO, call, edited
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
 _, CLONE, MERGE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-OPTIMIZER, LOSS = (next(diff for diff in diffs("README.md") if word in diff) for word in ("torch.optim.SGD", "smooth"))
+OPTIMIZER = """--- train.py
+-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
++    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=config.weight_decay, fused=True)
+"""
+LOSS = """--- train.py
+-    return {"loss": F.cross_entropy(logits, targets)}, len(targets), (logits, targets)
++    smooth = F.cross_entropy(logits, targets, label_smoothing=0.1)
++    values = {"loss": smooth if model.training else F.cross_entropy(logits, targets), "smooth": smooth}
++    return values, len(targets), (logits, targets)
+"""
 
 
 def shell(commands: str, folder: Path, code: int = 0) -> str:
