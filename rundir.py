@@ -170,9 +170,10 @@ class RunDir:
 
     def log(self, row: dict, step: int) -> None:
         """Gives the numbers of a row to all loggers."""
-        self.summary["last"] |= numbers(row)
+        kept = numbers(row)
+        self.summary["last"] |= kept
         for logger in self.loggers if row else ():
-            logger.log(numbers(row), step)
+            logger.log(kept, step)
 
     def write_summary(self, state: str) -> None:
         """Writes summary.json; `state` is running, finished, interrupted or failed."""
