@@ -14,7 +14,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -34,6 +35,9 @@ def parse(cls: type, args: list[str], source: str = "") -> dict:
     class Parser(ArgumentParser):
         def error(self, message):
             message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
+            if unknown := re.match("unrecognized arguments: --([^ =]+)", message):
+                near = get_close_matches(unknown[1], [f.name for f in fields(cls)], n=1)
+                message = f"unknown option --{unknown[1]}" + (f"; did you mean --{near[0]}?" if near else "")
             raise ConfigError(source + message.removeprefix("argument "))
 
         def _get_values(self, action, arg_strings):
@@ -58,21 +62,24 @@ def file_args(path: Path, option: str) -> list[str]:
     """The options of a YAML file as command-line arguments. All values are read as text: the parser knows better
     than YAML that 1e-3 is a number. Raises ConfigError, also for an unknown option or a value of the wrong type."""
     try:
-        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
+        root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{option}: cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
+    if root and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{option} {path}: expected lines of `option: value`")
-    types, args = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "config_path"}, []
-    for name, value in content.items():
-        if name not in types:
-            raise ConfigError(f"{option} {path}: unknown option {name!r}")
-        if value in ("null", "~") or (value == "" and types[name] != str(str)):
-            value = "None"
-        is_list = isinstance(value, list) and "tuple" in types[name]  # else the parser refuses it
-        args += [f"--{name}", *map(str, value)] if is_list else [f"--{name}={value}"]
+    types, args, given = {f.name: str(f.type) for f in fields(TrainConfig)}, [], set()
+    for name, node in [(key.value, node) for key, node in root.value] if root else ():
+        if name in given or name == "config_path":
+            raise ConfigError(f"{option} {path}: {name} is given twice, or is no option for a file")
+        given.add(name)
+        value, kind = node.value, types.get(name, "")
+        if isinstance(node, yaml.SequenceNode) and "tuple" in kind:  # else the parser refuses it
+            args += [f"--{name}", *(str(item.value) for item in value)]
+        else:
+            is_none = value in ("null", "~") or (value == "" and kind != str(str))
+            args.append(f"--{name}={None if is_none else value}")
     parse(TrainConfig, args, source=f"{option} {path}: ")
-    if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - {*content}):
+    if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - given):
         raise ConfigError(f"{option} {path}: is damaged, it lacks {', '.join(sorted(missing))}")
     return args
 
@@ -120,7 +127,6 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
     finished. Raises ConfigError for a change that a resume cannot make."""
     own_args = file_args(run_dir / "config.yaml", "config of the run")
     before, values = parse(TrainConfig, own_args), parse(TrainConfig, own_args + args)
-    values["resume"] = str(run_dir)
     if Path(values["out_dir"]).name == Path(before["out_dir"]).name:  # --resume auto --out_dir FOLDER/NAME
         values["out_dir"] = before["out_dir"]
     names = [name for name in before if before[name] != values[name] and name not in ("resume", "config_path")]
@@ -134,7 +140,7 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
         say(f"nothing to do: {message}")
         sys.exit(0)
     say("\n".join(f"{changed[name]} instead of {before[name]}" for name in changed))
-    return values
+    return values | {"resume": str(run_dir)}
 
 
 def parse_train(argv: list[str]) -> TrainConfig:
@@ -163,12 +169,6 @@ def parse_test(argv: list[str]) -> TestConfig:
 def read_config(run_dir: Path) -> TrainConfig:
     """The config that a run was trained with. Raises ConfigError where it is damaged."""
     return TrainConfig(**parse(TrainConfig, file_args(run_dir / "config.yaml", "config of the run")))
-
-
-def to_yaml(config: TrainConfig) -> str:
-    """The config as a YAML file that `--config_path` reads; without the two options that say where it came from."""
-    values = {name: value for name, value in asdict(config).items() if name not in ("resume", "config_path")}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 # ---- the process

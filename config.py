@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import yaml
 from simple_parsing import field
 
 # Without 16-true, in which the second moments of Adam vanish.
@@ -137,6 +138,8 @@ def problems(config) -> list[str]:
         found.append(f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
                      "fsdp and model_parallel (sharded models) are a recipe, see recipes/README.md")  # fmt: skip
     if isinstance(config, TrainConfig):
+        if config.devices.isdecimal() and int(config.devices) > (size := config.effective_batch_size):
+            found.append(f"--devices {config.devices}: must be at most --effective_batch_size {size}")
         if config.warmup_epochs > config.epochs > 0 and not config.max_steps:
             found.append(f"--warmup_epochs {config.warmup_epochs:g}: must be at most --epochs {config.epochs:g}")
         if config.fast_run and config.resume:
@@ -201,6 +204,12 @@ def in_steps(config: TrainConfig, num_samples: int) -> tuple[int, int, float, fl
 def is_due(step: int, every: float) -> bool:
     """Whether a multiple of `every` steps, which need not be whole, was passed with this step."""
     return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The config as a YAML file that `--config_path` reads; without the two options that say where it came from."""
+    values = {name: value for name, value in asdict(config).items() if name not in ("resume", "config_path")}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 @contextmanager

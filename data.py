@@ -5,6 +5,7 @@ and rank r of W takes the micro-batches r, r + W, ... So a run goes on at any (e
 devices, on exactly the samples that are left.
 """
 
+import math
 import random
 import signal
 import sys
@@ -111,7 +112,7 @@ class EvalSampler(Sampler):
     def __init__(self, num_samples, batch_size, rank, world_size):
         if num_samples < world_size:
             raise ValueError(f"{num_samples} samples are too few to evaluate on {world_size} processes")
-        rounds = min(-(-num_samples // (world_size * batch_size)), num_samples // world_size)
+        rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
         self.batches = np.array_split(np.arange(num_samples), rounds * world_size)[rank::world_size]
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:

@@ -4,11 +4,13 @@ after `last_step`: they are logged again."""
 import csv
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -66,7 +68,7 @@ class Console:
         is_off = None if is_rank_zero else True  # None: where stderr is no terminal
         self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, disable=is_off)
         self.began = self.printed = time.monotonic()
-        resources.callback(self.bar.close)  # else it would come again behind an error
+        resources.push(self.close)
 
     def print(self, text: str) -> None:
         if self.is_rank_zero:
@@ -101,6 +103,12 @@ class Console:
         self.shown = ", ".join(f"{name} {value:.3g}" for name, value in self.values.items())
         self.bar.set_postfix_str(self.shown, refresh=False)
 
+    def close(self, kind, error: BaseException | None, trace) -> None:
+        self.bar.close()  # else it would come again behind an error
+        if error and self.is_rank_zero and self.run_dir:
+            with suppress(OSError), open(self.run_dir / "train.log", "a") as file:
+                traceback.print_exception(error, file=file)
+
 
 class CSVLogger:
     """A row per logged step, written at once. (Fabric's own deletes the file of a run that is resumed.)"""
@@ -134,7 +142,12 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer = SummaryWriter(run_dir / "logs" / "tensorboard", purge_step=last_step + 1)
+        folder = run_dir / "logs" / "tensorboard"
+        files = sorted(folder.glob("events.out.tfevents.*"))  # as TensorBoard reads them: by the time in the name
+        if files and files[-1].name > f"events.out.tfevents.{time.time():010.0f}":  # the clock was set back
+            for number, file in enumerate(files):
+                file.rename(file.with_name(re.sub(r"\d+", f"{number:010d}", file.name, count=1)))
+        self.writer = SummaryWriter(folder, purge_step=last_step + 1)
         self.close = self.writer.file_writer.close  # waits for the writer's thread, even where that has failed
         options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
         # SummaryWriter.add_hparams would make a run of its own. Without the first, TensorBoard finds what differs.
@@ -167,4 +180,10 @@ class WandbLogger:
             self.run.finish()
 
 
-LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
+def open_loggers(run_dir: Path, last_step: int, config: TrainConfig) -> list:
+    """The loggers of config.logger_name."""
+    classes = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
+    for name in config.logger_name:
+        if last_step and not (run_dir / "logs" / name).exists():
+            print(f"--logger_name {name}: is new in this run, and has no steps up to {last_step}")
+    return [classes[name](run_dir, last_step, config) for name in {*config.logger_name}]

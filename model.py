@@ -26,7 +26,7 @@ class Model(nn.Module):
             nn.GELU(),
             nn.Flatten(),
             nn.Dropout(dropout),
-            nn.Linear(2 * width * -(-image_height // 4) * -(-image_width // 4), num_classes),
+            nn.Linear(2 * width * ((image_height + 3) // 4) * ((image_width + 3) // 4), num_classes),
         )
 
     def forward(self, images: Tensor) -> Tensor:

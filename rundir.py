@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from cli import to_yaml
-from config import ConfigError, RunError, TrainConfig, blame
-from loggers import LOGGERS, atomically, numbers, write_provenance
+from config import ConfigError, RunError, TrainConfig, blame, to_yaml
+from loggers import atomically, numbers, open_loggers, write_provenance
 from utils import SHARED, differing_rank, on_rank_zero
 
 PLAIN = (int, float, str, bool, type(None))
@@ -68,7 +67,7 @@ class RunDir:
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
         self.fabric, self.config, self.state = fabric, config, state
-        self.path, self.loggers, self.damaged, self.began = None, [], [], time.monotonic()
+        self.path, self.loggers, self.damaged, self.began, self.origin = None, [], [], time.monotonic(), ""
         self.lock: TextIO | None = None
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
@@ -128,9 +127,8 @@ class RunDir:
             for group, new, old in zip(optimizer.param_groups, now, then, strict=False):
                 group |= {key: setting for key, setting in new.items() if old.get(key) != setting}
             optimizer.load_state_dict(optimizer.state_dict())  # a fused one has its steps on the device
-        if self.fabric.is_global_zero:
-            missing = [f"; state[{name!r}] is not in it, and new" for name in self.state.keys() - saved.keys()]
-            print(f"resumed from {path}{''.join(missing)}")
+        missing = [f"; state[{name!r}] is not in it, and new" for name in self.state.keys() - saved.keys()]
+        self.origin = f"\nresumed from {path}{''.join(missing)}"
 
     def start(self, step: int) -> None:
         """Makes the directory, or goes on in it after `step`: writes config and provenance, opens the loggers."""
@@ -153,7 +151,7 @@ class RunDir:
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
-        self.loggers = [LOGGERS[name](self.path, step, self.config) for name in {*self.config.logger_name}]
+        self.loggers = open_loggers(self.path, step, self.config)
 
     def make(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it; in the next second where that name is taken."""

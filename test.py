@@ -46,14 +46,15 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
         csv.writer(file).writerows([["sample", "target", "prediction", "confidence"], *table])
     print(f"predictions {path}")
     if not find_spec("matplotlib"):
-        return print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
+        print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
+        return
     from matplotlib.figure import Figure
     from torchmetrics.utilities.plot import plot_confusion_matrix
 
     n = len(counts := results["confusion_matrix"].cpu())
     shares, size = counts / counts.sum(dim=1, keepdim=True).clamp(min=1), min(n / 2 + 3, 12)
     axes = (figure := Figure(figsize=(size + 1, size), layout="constrained")).subplots()
-    names = [str(i) if i % -(-n // 25) == 0 else "" for i in range(n)]  # at most 25
+    names = [str(i) if i % (n // 26 + 1) == 0 else "" for i in range(n)]  # at most 26
     plot_confusion_matrix(shares, axes, add_text=n <= 16, labels=names, cmap="Blues" if n <= 16 else "viridis_r")
     axes.set_title(f"{run_dir.name}\n{stem}")
     figure.colorbar(axes.images[0], label="Share of the true class")
@@ -61,21 +62,21 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     print(f"confusion matrix {path}")
 
 
-def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
+def test(fabric: Fabric, config: TestConfig, train_config: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
     world_size = fabric.world_size
-    size = config.batch_size or eval_batch_size(trained.micro_batch_size or trained.effective_batch_size)
+    size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
     with blame(config, "split", "devices"):
         samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
-    loader = build_loader(fabric, dataset, samplers[fabric.global_rank], trained, resources)
-    model, weights = build_model(trained, dataset), load(path)
+    loader = build_loader(fabric, dataset, samplers[fabric.global_rank], train_config, resources)
+    model, weights = build_model(train_config, dataset), load(path)
     model.load_state_dict(weights.get("model", weights))
-    metrics = build_metrics(trained, dataset)
+    metrics = build_metrics(train_config, dataset)
     if hasattr(dataset, "num_classes"):
         metrics.add_metrics({"confusion_matrix": MulticlassConfusionMatrix(dataset.num_classes, validate_args=False)})
     if config.predictions:
         metrics.add_metrics({"rows": Predictions()})
-    results = validate(fabric, trained, fabric.setup_module(model), loader, metrics.to(fabric.device))
+    results = validate(fabric, train_config, fabric.setup_module(model), loader, metrics.to(fabric.device))
     if not fabric.is_global_zero:
         return 0
     run_dir, stem = Path(config.out_dir), f"{config.split}_{path.stem}"
@@ -104,8 +105,8 @@ def test(fabric: Fabric, config: TestConfig, trained: TrainConfig, dataset: Data
 def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
     run_dir = Path(config.out_dir)
-    trained = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
-    precision, data_dir = config.precision or trained.precision, config.data_dir or trained.data_dir
+    train_config = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
+    precision, data_dir = config.precision or train_config.precision, config.data_dir or train_config.data_dir
     config = replace(config, precision=precision, data_dir=data_dir)
     known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": checkpoints_of(run_dir)}
     path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), run_dir / "checkpoints" / "step-*.ckpt")
@@ -114,12 +115,12 @@ def main(config: TestConfig) -> int:
     if path.name != "model.pt" and step_of(path) < 0:
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do")
     fabric = build_fabric(config)
-    fabric.seed_everything(trained.seed, verbose=False)
+    fabric.seed_everything(train_config.seed, verbose=False)
     with blame(config, "data_dir"):
-        dataset = build_datasets(trained.dataset, config.data_dir, augment=False)[config.split]
+        dataset = build_datasets(train_config.dataset, config.data_dir, augment=False)[config.split]
     if config.predictions and not hasattr(dataset, "num_classes"):
         raise ConfigError("--predictions: are of classes, and the dataset has no num_classes")
-    return utils.launch(fabric, config, lambda resources: test(fabric, config, trained, dataset, path, resources))
+    return utils.launch(fabric, config, lambda resources: test(fabric, config, train_config, dataset, path, resources))
 
 
 if __name__ == "__main__":

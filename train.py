@@ -78,15 +78,16 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: DataLoader, metri
         sums.add({name: value * count for name, value in values.items()}, count)
         metrics.update(*outputs)
     model.train()
-    sums.collect()
-    return sums.take("samples") | {k: value if value.ndim else value.item() for k, value in metrics.compute().items()}
+    results = metrics.compute()
+    scalars = sums.collect({name: value for name, value in results.items() if value.ndim == 0})
+    return sums.take("samples") | results | scalars
 
 
 def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], resources: ExitStack) -> int:
     """The training run. Returns the exit code."""
     device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
     train_set, val_set, batch_size = datasets["train"], datasets["val"], config.effective_batch_size
-    stop = utils.StopSignals(config.timeout, resources)
+    must_stop = utils.StopSignals(config.timeout, resources)
 
     # ---- model, optimizer, metrics
     fabric.seed_everything(config.seed, verbose=False)
@@ -127,7 +128,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     train_sampler = TrainSampler(*sizes, rank, world_size, config.seed)
     train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
     size = eval_batch_size(micro_batch_size)
-    val_samples = min(len(val_set), batch_size * limit(-(-len(val_set) // batch_size), config.limit_val_batches))
+    val_samples = min(len(val_set), batch_size * limit(math.ceil(len(val_set) / batch_size), config.limit_val_batches))
     with blame(config, "limit_val_batches", "devices"):
         val_sampler = EvalSampler(val_samples, size, rank, world_size) if val_samples else []
     val_loader = build_loader(fabric, val_set, val_sampler, config, resources)
@@ -152,7 +153,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         console.print(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ")
     console.print(f"lr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
     console.print(f"{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} steps")
-    console.print(f"run directory {run.path or 'none: --fast_run writes nothing'}")
+    console.print(f"run directory {run.path or 'none: --fast_run writes nothing'}{run.origin}")
 
     # ---- the loop
     sums, timer, seed = utils.Sums(fabric, state["sums"]), utils.Timer(), seeder(fabric, "step", config.seed)
@@ -186,12 +187,12 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
         # ---- now and then: log, validate, save
         is_due_step = is_log_step or is_val_step or is_save_step
-        is_over, is_best, row = stop(is_due_step), False, {}
+        is_over, is_best, row = must_stop(is_due_step), False, {}
         if is_due_step or is_over:
-            sums.collect()  # waits for the device
+            logged = sums.collect({"train/grad_norm": grad_norm} if is_log_step else {})  # waits for the device
         timer.stop()
         if is_log_step:
-            row = {"epoch": step / steps_per_epoch, "train/grad_norm": grad_norm.item(), "lr": lr}
+            row = {"epoch": step / steps_per_epoch, **logged, "lr": lr}
             row |= timer.take(batch_size) | sums.take("log", "train/")
             console.show({"train/loss": row["train/loss"]})
             if not math.isfinite(row["train/loss"]):

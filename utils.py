@@ -188,19 +188,20 @@ class Sums:
             self.added.setdefault(name, []).append(value.detach())
         self.weight += weight
 
-    def collect(self) -> None:
-        """Brings what was added, summed over the ranks, to the host. Needed before `take`, and before a save."""
-        if not self.added:
-            return
+    def collect(self, scalars: dict[str, Tensor] | None = None) -> dict[str, float]:
+        """Brings what was added, summed over the ranks, to the host: needed before `take`, and before a save. In the
+        same wait come these scalars, which are the same on all ranks, and returned."""
+        scalars, self.added[None] = scalars or {}, [torch.full((), self.weight, device=self.fabric.device)]
         dtype = torch.float32 if self.fabric.device.type == "mps" else torch.float64  # in which their sums are exact
-        self.added[None] = [torch.full((), self.weight, device=self.fabric.device)]
         sums = torch.stack([torch.stack(values).to(dtype).sum() for values in self.added.values()])
         if self.fabric.world_size > 1:  # with dp, it would be the mean of the elements
             sums = self.fabric.all_reduce(sums, reduce_op="sum")
-        sums = dict(zip(self.added, sums.tolist(), strict=True))  # the weight under None
+        numbers = torch.cat([sums, *(scalar.to(sums).view(1) for scalar in scalars.values())]).tolist()  # the wait
+        added = dict(zip(self.added, numbers, strict=False))  # the weight under None
         for window, before in self.windows.items():
-            self.windows[window] = {name: before.get(name, 0.0) + value for name, value in sums.items()}
+            self.windows[window] = {name: before.get(name, 0.0) + value for name, value in added.items()}
         self.added, self.weight = {}, 0
+        return dict(zip(scalars, numbers[len(added) :], strict=True))
 
     def take(self, window: str, prefix: str = "") -> dict[str, float]:
         """The means of a window, which begins anew."""

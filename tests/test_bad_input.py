@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import call, run
 
-from cli import to_yaml
-from config import TrainConfig
+from config import TrainConfig, to_yaml
 
 
 def files(folder: Path) -> set[Path]:
@@ -44,7 +43,8 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
     [
         ("--no_such_option 3", "--no_such_option"),
         ("stray", "stray"),
-        ("--epoch 3", "--epoch"),  # no abbreviations
+        ("--epoch 3", "unknown option --epoch; did you mean --epochs?"),  # no abbreviations
+        ("--devices 100000", "--devices 100000: must be at most --effective_batch_size 64"),
         ("--epochs", "--epochs"),  # the value is missing
         ("--epochs many", "--epochs"),
         ("--max_steps 1.5", "--max_steps"),
@@ -155,7 +155,8 @@ def test_value_that_is_not_allowed_in_test_py(options: str, option: str, tmp_pat
         ("a: [", "bad.yaml"),
         ("- seed\n- epochs\n", "bad.yaml"),
         ("seed", "bad.yaml"),
-        ("epohcs: 3", "unknown option 'epohcs'"),
+        ("epohcs: 3", "unknown option --epohcs; did you mean --epochs?"),
+        ("seed: 1\nepochs: 3\nseed: 2", "seed is given twice"),
         ("no_such_option: 3", "no_such_option"),
         ("epochs: many", "--epochs"),
         ("max_steps: 1.5", "--max_steps"),
@@ -249,7 +250,7 @@ LATE = {
     "train.py --limit_val_batches 0": ["--monitor val/accuracy", "choose from train/loss"],
     "train.py --strategy dp": ["--strategy dp", "ddp"],  # Fabric would silently take ddp instead
     "train.py --precision 16-mixed": ["--precision", "16-mixed"],
-    "train.py --accelerator gpu --devices 99": ["--accelerator", "--devices", "99"],
+    "train.py --accelerator gpu --devices 33": ["--accelerator", "--devices", "33"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],
     "test.py --out_dir train_out": ["--checkpoint", "best.ckpt"],

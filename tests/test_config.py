@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import REPO, run
 
-from cli import parse_train, read_config, to_yaml
-from config import ConfigError, TrainConfig, is_due, limit, mode_of, scale_lr, split_batch
+from cli import parse_train, read_config
+from config import ConfigError, TrainConfig, is_due, limit, mode_of, scale_lr, split_batch, to_yaml
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 
 

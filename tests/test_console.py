@@ -104,6 +104,7 @@ def test_train_log_has_what_was_printed_and_goes_on_after_a_resume(default):
     assert log.read_text() == printed
     more = call(f"train.py --resume {run_dir(cwd).name} --epochs 3", cwd).stdout
     assert log.read_text() == printed + more[more.index("1 x cpu") :]
+    assert f"resumed from {run_dir(cwd).name}" in more[more.index("1 x cpu") :]
 
 
 def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
@@ -228,3 +229,4 @@ def test_a_run_that_failed_says_so(tmp_path):
         main(parse_train(f"{SMALL} --base_lr 1e30 --lr_schedule constant".split()))
     assert "not finite" in str(error.value) or "the loss is" in str(error.value)
     assert last_summary(tmp_path)["state"] == "failed"
+    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1] == f"config.RunError: {error.value}"

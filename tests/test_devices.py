@@ -2,13 +2,15 @@
 
 import os
 import re
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, call, killed_and_resumed, replaced, run, run_dir, save_as_of
+from conftest import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, replaced, run, run_dir, save_as_of
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import utils
 from config import TrainConfig
@@ -93,6 +95,28 @@ def test_without_clipping_gradients_stay_as_they_are(value):
     model.weight.grad = torch.tensor([[value, 1.0]])
     assert not utils.clip_gradients(fabric, optimizer, None).isfinite()
     assert model.weight.grad[0, 1] == 1
+
+
+class Reads(TorchDispatchMode):
+    """Collects the files of the template in which a number is taken off the device by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.files = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            files = [path for frame in traceback.extract_stack() if (path := Path(frame.filename)).parent == REPO]
+            self.files |= {path.name for path in files[-1:]}
+        return function(*args, **kwargs or {})
+
+
+def test_all_numbers_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_path):
+    """In Sums.collect, as one tensor. A checkpoint takes one more: whether the weights are finite."""
+    with Reads() as reads:
+        call(f"train.py {SMALL} --log_interval 2 --max_grad_norm 1", tmp_path)
+    assert "rundir.py" in reads.files and not reads.files & {"train.py", "utils.py"}
+    assert [int(row["step"]) for row in history(tmp_path)] == [*range(2, 21, 2)]
 
 
 # ---- several processes

@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
-FIRST, BAD_OPTION, BAD_CODE, LONG, RESUME = blocks("python")
+FIRST, BAD_OPTION, BAD_CODE, LONG, RESUME, USE = blocks("python")
 PDB, POST_MORTEM = (shlex.split(line, comments=True)[1:] for block in blocks("bash") for line in block.splitlines())
 
 
@@ -102,6 +102,11 @@ def forward(self, images):
 
 Model.forward = forward
 """
+
+
+def test_a_trained_model_is_used(kernel: Kernel, folder: Path):
+    kernel(FIRST)
+    assert kernel(USE) == "tensor(True)"
 
 
 def test_the_cells_train_after_mistakes_in_the_options_the_notebook_and_a_file(kernel: Kernel, folder: Path):

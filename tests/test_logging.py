@@ -42,7 +42,7 @@ def resumed(tmp_path_factory) -> Path:
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    run("train.py --resume auto", cwd)  # not in this process: TensorBoard sorts the files of a second by process number
+    call("train.py --resume auto", cwd)
     return run_dir(cwd)
 
 
@@ -141,6 +141,27 @@ def test_tensorboard_has_the_steps_and_values_of_the_csv_each_once(resumed):
         assert [step for step, _ in curve] == [row["step"] for row in expected if name in row], name
         values = torch.tensor([row[name] for row in expected if name in row], dtype=torch.float32)
         torch.testing.assert_close(torch.tensor([value for _, value in curve]), values, rtol=1e-6, atol=0)
+
+
+def test_a_clock_that_was_set_back_does_not_cut_the_history(tmp_path):
+    """TensorBoard reads the files of a run in the order of the times in their names."""
+    call(f"train.py {SMALL} --logger_name tensorboard", tmp_path)
+    for epochs in (6, 7):
+        for path in (run_dir(tmp_path) / "logs" / "tensorboard").iterdir():  # as if it had been written a day later
+            later = re.sub(r"\d+", lambda match: f"{int(match[0]) + 86400:010d}", path.name, count=1)
+            path.rename(path.with_name(later))
+        call(f"train.py --resume auto --epochs {epochs}", tmp_path)
+    curve = read_tensorboard(run_dir(tmp_path)).Scalars("train/loss")
+    assert [event.step for event in curve] == [4 * epoch for epoch in range(1, 8)]
+
+
+def test_a_logger_that_a_resume_adds_is_said_to_begin_there(tmp_path):
+    command = f"train.py {SMALL} --logger_name csv"
+    assert "--logger_name" not in call(command, tmp_path).stdout
+    done = call("train.py --resume auto --epochs 6 --logger_name csv tensorboard", tmp_path)
+    assert "--logger_name tensorboard: is new in this run, and has no steps up to 20\n" in done.stdout
+    assert "--logger_name csv" not in done.stdout
+    assert [event.step for event in read_tensorboard(run_dir(tmp_path)).Scalars("train/loss")] == [24]
 
 
 def test_tensorboard_has_the_options_as_hyperparameters(resumed):
