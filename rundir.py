@@ -56,11 +56,6 @@ def check_plain(name: str, value) -> None:
         raise RunError(f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: {allowed}")
 
 
-def settings_of(optimizer: Optimizer) -> list[dict]:
-    """The settings of each parameter group, without the parameters."""
-    return [{k: v for k, v in group.items() if type(v) in (*PLAIN, tuple)} for group in optimizer.param_groups]
-
-
 class RunDir:
     """The directory of a run. A resume locks it and restores `state` at once; for a new run, `start` makes it. With
     --fast_run nothing is written. All methods are called on all ranks."""
@@ -73,7 +68,10 @@ class RunDir:
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}
         # As the options have built the optimizers: saved, so that a resume can tell what other options change.
-        self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
+        self.settings = {
+            name: [{k: v for k, v in group.items() if type(v) in (*PLAIN, tuple)} for group in value.param_groups]
+            for name, value in state.items() if isinstance(value, Optimizer)
+        }  # fmt: skip
         check_plain("state", state)
         if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
             raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
