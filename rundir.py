@@ -19,7 +19,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from config import ConfigError, RunError, TrainConfig, blame, to_yaml
 from loggers import atomically, numbers, open_loggers, write_provenance
@@ -46,14 +46,12 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
 
 
-def check_plain(name: str, value) -> None:
+def check_plain(state: dict) -> None:
     """Raises RunError for what a checkpoint cannot hold, since it could not be loaded without running code."""
-    if type(value) in (dict, list, tuple):
-        for key, item in value.items() if type(value) is dict else enumerate(value):
-            check_plain(f"{name}[{key!r}]", item)
-    elif not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
-        allowed = "use tensors, numbers, texts, lists, dicts, or what has a state_dict"
-        raise RunError(f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: {allowed}")
+    for path, value in tree_leaves_with_path(state, lambda node: type(node) not in (dict, list, tuple)):
+        if not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
+            found = f"state{keystr(path)} is a {type(value).__name__}, which a checkpoint cannot hold"
+            raise RunError(f"{found}: use tensors, numbers, texts, lists, dicts, or what has a state_dict")
 
 
 class RunDir:
@@ -72,7 +70,7 @@ class RunDir:
             name: [{k: v for k, v in group.items() if type(v) in (*PLAIN, tuple)} for group in value.param_groups]
             for name, value in state.items() if isinstance(value, Optimizer)
         }  # fmt: skip
-        check_plain("state", state)
+        check_plain(state)
         if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
             raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
         resources.push(self.close)
@@ -189,7 +187,7 @@ class RunDir:
             self.write_summary("running")
         if self.config.fast_run or not is_saved:
             return
-        check_plain("state", self.state)
+        check_plain(self.state)
         norm = nn.utils.get_total_norm([p.detach() for module in self.modules for p in module.parameters()])
         if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
             raise RunError(f"the weights are not finite after step {step}")
