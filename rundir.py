@@ -10,10 +10,9 @@ import shutil
 import sys
 import time
 import zipfile
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from lightning.fabric import Fabric
@@ -59,9 +58,8 @@ class RunDir:
     --fast_run nothing is written. All methods are called on all ranks."""
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
-        self.fabric, self.config, self.state = fabric, config, state
+        self.fabric, self.config, self.state, self.resources = fabric, config, state, resources
         self.path, self.loggers, self.damaged, self.began, self.origin = None, [], [], time.monotonic(), ""
-        self.lock: TextIO | None = None
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}
@@ -73,7 +71,6 @@ class RunDir:
         check_plain(state)
         if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
             raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
-        resources.push(self.close)
         if config.resume:
             self.path = Path(config.resume)
             if path := on_rank_zero(fabric, self.choose_checkpoint):
@@ -81,9 +78,9 @@ class RunDir:
 
     def take_lock(self) -> None:
         # A POSIX lock dies with this process; one of flock would live on in its data workers.
-        self.lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until `close`
+        lock = self.resources.enter_context(open(self.path / ".lock", "w"))  # noqa: SIM115
         try:
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--resume: another process is writing to {self.path}") from None
         except OSError as error:  # a network file system without locks
@@ -148,6 +145,7 @@ class RunDir:
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
         self.loggers = open_loggers(self.path, step, self.config)
+        self.resources.push(self.close)
 
     def make(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it; in the next second where that name is taken."""
@@ -232,11 +230,11 @@ class RunDir:
         return f"python test.py --out_dir {shlex.quote(str(self.path))}{'' if has_best else ' --checkpoint last'}"
 
     def close(self, kind, error: BaseException | None, trace) -> None:
-        if error and self.loggers and any(self.path.glob("checkpoints/*.ckpt")):
+        if error and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
         # The first error is the one to tell.
-        with self.lock or nullcontext(), suppress(*[Exception] if error else []), ExitStack() as last:
+        with suppress(*[Exception] if error else []), ExitStack() as last:
             for logger in self.loggers:
                 last.callback(logger.close)  # also where another one fails
-            if self.loggers and self.summary["state"] != "finished":
+            if self.summary["state"] != "finished":
                 self.write_summary("failed" if isinstance(error, Exception) else "interrupted")
