@@ -197,18 +197,15 @@ class RunDir:
             saved = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
             torch.accelerator.synchronize(self.fabric.device)
         folder = self.path / "checkpoints"
-        best, regular, link = folder / "best.ckpt", folder / f"step-{step:08d}.ckpt", folder / "link.tmp"
+        best, regular = folder / "best.ckpt", folder / f"step-{step:08d}.ckpt"
         with atomically(best if is_best else regular, "wb") as file:  # fabric.save would make two more copies of it
             torch.save(saved, file)
             file.flush()
             if "checkpoint" not in self.summary and step_of(Path(file.name)) != step:  # the first one
                 raise RunError("the checkpoint cannot be read back: is there something in `state` that is not plain?")
         if is_best and is_regular:  # best.ckpt first: a kill in between must not lose it
-            try:
-                os.link(best, link)
-            except OSError:  # a file system without links
-                shutil.copyfile(best, link)
-            os.replace(link, regular)
+            with suppress(OSError):  # a file system without links: best.ckpt is the checkpoint of this step
+                os.link(best, regular)
         self.summary["checkpoint"] = step
         for path in sorted(folder.glob("step-*.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
             path.unlink()

@@ -135,7 +135,7 @@ def two_saves(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "change",
-    ["os.rename config.yaml 1", "os.rename metrics.csv 1", "os.rename best.ckpt.tmp 1", "os.rename link.tmp 1"],
+    ["os.rename config.yaml 1", "os.rename metrics.csv 1", "os.rename best.ckpt.tmp 1", "os.link best.ckpt 1"],
 )
 def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, change: str):
     """Also not the best: once a step has a checkpoint of its own, it is the best, too, if it was."""
