@@ -20,7 +20,6 @@ from resource import RUSAGE_SELF, getrusage
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -62,10 +61,9 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
         meant = f"--devices {config.devices} --num_nodes {config.num_nodes}: means {fabric.world_size} processes"
         raise ConfigError(f"{meant}, but the launcher has started {started}")
-    if hasattr(fabric.strategy, "_timeout"):  # Fabric has no option for it; its own is 30 minutes
-        # On GPUs StopSignals is to give up first: NCCL would abort the process without a word.
-        fabric.strategy._timeout = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
-    if isinstance(fabric.strategy, DDPStrategy):
+    # Fabric has no option for it and waits 30 minutes. On GPUs StopSignals gives up first: NCCL aborts without a word.
+    fabric.strategy._timeout = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
+    if hasattr(fabric.strategy, "_ddp_kwargs"):
         fabric.strategy._ddp_kwargs["gradient_as_bucket_view"] = True  # saves a copy of the gradients
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
