@@ -144,7 +144,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- what will happen
     console = Console(rank == 0, run.path, state["step"], total_steps, resources)
-    console.print(f"{world_size} x {utils.device_name(device)}, precision {config.precision}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    console.print(f"{world_size} x {name}, precision {config.precision}")
     console.print(f"{model.module if config.summary else 'model'}, {run.summary['parameters']:,} parameters")
     console.print(f"{len(train_set):,} training samples, {val_samples:,} validation samples")
     factors = f"{world_size} device(s) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps"

@@ -50,10 +50,6 @@ def prepare_device(config) -> None:
         raise ConfigError("--strategy dp: needs GPUs; use ddp, which is faster on them, too")
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     """Calls function(resources) in every process and returns its exit code. What must not outlive the run, however it
     ends, is registered with `resources`. Raises ConfigError where the launcher has started another number of processes
