@@ -28,7 +28,6 @@ from cli import is_local_zero, say
 from config import OWN_OF_A_HOST, ConfigError, RunError
 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
 
 
@@ -111,20 +110,17 @@ class StopSignals:
         self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since the ranks last asked each other
         if dist.is_initialized():  # on the CPU, so that to ask never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.handlers = resources.enter_context(ExitStack())  # sets those from before, when it is closed
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
-            self.before = {number: signal.signal(number, self.receive) for number in STOP_SIGNALS}
-            resources.callback(self.restore)
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number: int, frame) -> None:
         self.received = number
         with suppress(OSError):  # a reader that has gone away; print could be interrupted by itself
             if is_local_zero():
                 os.write(2, b"\nstopping after this step; a second signal ends the process at once\n")
-        self.restore()
+        self.handlers.close()
 
     def __call__(self, is_due: bool) -> bool:
         """Whether to stop; called once a step, by all ranks. They always ask each other where it `is_due`: before
