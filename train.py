@@ -127,11 +127,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     sizes = (len(train_set), steps_per_epoch, batch_size, micro_batch_size)
     train_sampler = TrainSampler(*sizes, rank, world_size, config.seed)
     train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
-    size = eval_batch_size(micro_batch_size)
     val_samples = min(len(val_set), batch_size * limit(math.ceil(len(val_set) / batch_size), config.limit_val_batches))
     with blame(config, "limit_val_batches", "devices"):
-        val_sampler = EvalSampler(val_samples, size, rank, world_size) if val_samples else []
-    val_loader = build_loader(fabric, val_set, val_sampler, config, resources)
+        sampler = EvalSampler(val_samples, eval_batch_size(micro_batch_size), rank, world_size) if val_samples else []
+    val_loader = build_loader(fabric, val_set, sampler, config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
     names = ["train/loss"]
