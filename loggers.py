@@ -63,24 +63,24 @@ class Console:
     that is no terminal, a line of progress after 30 seconds without another line."""
 
     def __init__(self, is_rank_zero: bool, run_dir: Path | None, step: int, total_steps: int, resources: ExitStack):
-        self.is_rank_zero, self.run_dir, self.columns, self.values, self.shown = is_rank_zero, run_dir, [], {}, ""
+        nowhere = resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - closed with the resources
+        self.out, self.is_terminal = (sys.stdout, sys.stderr.isatty()) if is_rank_zero else (nowhere, False)
+        self.log = run_dir / "train.log" if is_rank_zero and run_dir else os.devnull
         text = "{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # in 80 columns
-        is_off = None if is_rank_zero else True  # None: where stderr is no terminal
-        self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, disable=is_off)
-        self.began = self.printed = time.monotonic()
+        file = sys.stderr if self.is_terminal else nowhere
+        self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, file=file)
+        self.columns, self.shown, self.printed = [], {}, time.monotonic()
         resources.push(self.close)
 
     def print(self, text: str) -> None:
-        if self.is_rank_zero:
-            try:
-                tqdm.write(text)  # print would break the progress bar
-                sys.stdout.flush()
-            except BrokenPipeError:  # of `| head`: the run goes on without it
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.printed = time.monotonic()
-            if self.run_dir:
-                with open(self.run_dir / "train.log", "a") as file:
-                    print(text, file=file)
+        try:
+            tqdm.write(text, self.out)  # print would break the progress bar
+            self.out.flush()
+        except BrokenPipeError:  # of `| head`: the run goes on without it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
+        self.printed = time.monotonic()
+        with open(self.log, "a") as file:
+            print(text, file=file)
 
     def row(self, row: dict) -> None:
         """Prints the numbers of a row, below the names of its columns where the row before had others."""
@@ -90,23 +90,19 @@ class Console:
             self.print(format_row(columns, columns))
         self.print(format_row(columns, row.values()))
 
-    def update(self, step: int) -> None:
-        """Called after each step."""
+    def update(self, values: dict[str, float]) -> None:
+        """Called after each step. These values, and those given before, stand behind the progress."""
+        if values:
+            self.shown |= values
+            self.bar.set_postfix_str(", ".join(f"{k} {v:.3g}" for k, v in self.shown.items()), refresh=False)
         self.bar.update()
-        if self.is_rank_zero and self.bar.disable and (now := time.monotonic()) > self.printed + 30:
-            progress = {"total": self.bar.total, "elapsed": now - self.began, "initial": self.bar.n}
-            self.print(tqdm.format_meter(step, **progress, ncols=0, unit="step", postfix=self.shown))
-
-    def show(self, values: dict[str, float]) -> None:
-        """Shows these values, and those shown before, behind the progress bar."""
-        self.values |= values
-        self.shown = ", ".join(f"{name} {value:.3g}" for name, value in self.values.items())
-        self.bar.set_postfix_str(self.shown, refresh=False)
+        if not self.is_terminal and time.monotonic() > self.printed + 30:
+            self.print(str(self.bar))
 
     def close(self, kind, error: BaseException | None, trace) -> None:
         self.bar.close()  # else it would come again behind an error
-        if error and self.is_rank_zero and self.run_dir:
-            with suppress(OSError), open(self.run_dir / "train.log", "a") as file:
+        if error:
+            with suppress(OSError), open(self.log, "a") as file:
                 traceback.print_exception(error, file=file)
 
 

@@ -183,7 +183,6 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step
-        console.update(step)
 
         # ---- now and then: log, validate, save
         is_due_step = is_log_step or is_val_step or is_save_step
@@ -194,7 +193,6 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         if is_log_step:
             row = {"epoch": step / steps_per_epoch, **logged, "lr": lr}
             row |= timer.take(batch_size) | sums.take("log", "train/")
-            console.show({"train/loss": row["train/loss"]})
             if not math.isfinite(row["train/loss"]):
                 raise RunError(f"the loss is {row['train/loss']} in the steps up to {step}")
         if is_val_step:
@@ -208,9 +206,9 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
                 state["best"], state["best_step"] = value, step
             is_over = is_over or state["bad_validations"] >= patience
             row |= validated and validated | {"best": state["best"]}
-            console.show({config.monitor: value})
             console.row({"epoch": step / steps_per_epoch, "step": step} | means | validated | {"lr": lr})
         run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
+        console.update({name: row[name] for name in ("train/loss", config.monitor) if name in row})
         if is_val_step or is_save_step or is_over:
             run.save(step, is_save_step or is_over, is_best)
         if step == first_step:

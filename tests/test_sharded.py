@@ -126,8 +126,8 @@ def test_evaluation_is_that_of_one_process(program: Path, alone: Path, whole: Pa
 
 def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
     program = with_recipe("sharded", tmp_path / "program")
-    broken = "        console.update(step)\n        if rank == 1 and step == 3:\n            break_it(model)\n"
-    replaced(program, "train.py", "        console.update(step)\n", broken)
+    step = '        state["step"] = step\n'
+    replaced(program, "train.py", step, f"{step}        if rank == 1 and step == 3:\n            break_it(model)\n")
     breaking = "def break_it(model):\n    next(model.parameters()).detach().to_local().fill_(math.nan)\n\n\ndef train("
     replaced(program, "train.py", "def train(", breaking)
     done = run(f"{program}/{RUN} {SHARDED}", tmp_path, code=1)
