@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -42,9 +41,8 @@ def write_provenance(run_dir: Path, fabric: Fabric) -> None:
     python = f"Python {platform.python_version()} on {platform.platform()}"
     with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "w") as file:
         print(shlex.join([sys.executable, *sys.argv]), devices, python, *packages, sep="\n", file=file, flush=True)
-        for command in ("rev-parse HEAD", "status --short", "diff HEAD") if shutil.which("git") else ():
-            command = ["git", "-C", str(Path(__file__).parent), *command.split()]
-            subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL)
+        git = "git rev-parse HEAD; git status --short; git diff HEAD"  # where there is no git, it leaves nothing
+        subprocess.run(git, shell=True, cwd=Path(__file__).parent, stdout=file, stderr=subprocess.DEVNULL)
 
 
 def numbers(row: dict) -> dict:
