@@ -26,7 +26,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 import utils
 from data import EvalSampler, build_datasets, build_loader, eval_batch_size
-from loggers import atomically, format_row
+from loggers import atomically, format_row, numbers
 from rundir import checkpoints_of, load, step_of
 from train import build_fabric, build_metrics, build_model, validate
 
@@ -90,14 +90,12 @@ def test(fabric: Fabric, config: TestConfig, train_config: TrainConfig, dataset:
         samples = np.concatenate([batch for sampler in samplers for batch in sampler.batches]).tolist()
         rows = [*zip(samples, *results.pop("rows").T.tolist(), strict=True)]
         write_predictions(rows, results, stem, run_dir)
-    for name, value in results.items():
-        if isinstance(value, float):
-            print(f"{name} {value:.5g}")
+    for name, value in numbers(results).items():
+        print(f"{name} {value:.5g}")
     report = {"checkpoint": str(path), "step": weights.get("step"), "precision": config.precision}
     report |= {"split": config.split, "num_samples": len(dataset)}
-    report |= {name: value if isinstance(value, float) else value.tolist() for name, value in results.items()}
     with atomically(run_dir / f"test_{stem}.json") as file:
-        json.dump(report, file, indent=2)
+        json.dump(report | results, file, indent=2, default=Tensor.tolist)
     print(f"results {run_dir / f'test_{stem}.json'}")
     return 0
 
