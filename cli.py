@@ -245,6 +245,5 @@ def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}\n")
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0 if is_mute else code)  # an orderly end would wait for the other processes, or gloo abort it
     sys.exit(0 if is_mute else code)
