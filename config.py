@@ -163,14 +163,12 @@ def split_batch(effective_batch_size: int, asked: int | None, saved: int | None,
     which names the nearest effective batch sizes, where it does not divide."""
     micro_batch_size = asked or (saved if saved and effective_batch_size % (world_size * saved) == 0 else None)
     unit = world_size * (micro_batch_size or 1)
-    below = effective_batch_size // unit * unit
-    if below == effective_batch_size:
-        share = effective_batch_size // world_size
-        return micro_batch_size or share, share // (micro_batch_size or share)
-    message = f"is no multiple of {world_size} process(es)"
-    message += f" x micro_batch_size {micro_batch_size}" if micro_batch_size else ""
-    nearest = f"{below} or {below + unit}" if below else unit
-    raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}; nearest: {nearest}")
+    times, rest = divmod(effective_batch_size, unit)
+    if rest:
+        message = f"is no multiple of {world_size} process(es) x micro_batch_size {micro_batch_size or 1}"
+        nearest = f"{times * unit} or {(times + 1) * unit}" if times else unit
+        raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}; nearest: {nearest}")
+    return (micro_batch_size, times) if micro_batch_size else (times, 1)
 
 
 def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:
@@ -190,10 +188,9 @@ def limit(total: int, limit_batches: int | float | None) -> int:
 def in_steps(config: TrainConfig, num_samples: int) -> tuple[int, int, float, float, float]:
     """Steps per epoch and in all, and steps between two logs, validations and checkpoints, which need not be whole.
     Raises ConfigError if a batch is larger than the training set."""
-    if config.effective_batch_size > num_samples:
-        message = f"there are only {num_samples} training samples"
-        raise ConfigError(f"--effective_batch_size {config.effective_batch_size}: {message}")
-    per_epoch = limit(num_samples // config.effective_batch_size, config.limit_train_batches)
+    if (size := config.effective_batch_size) > num_samples:
+        raise ConfigError(f"--effective_batch_size {size}: there are only {num_samples} training samples")
+    per_epoch = limit(num_samples // size, config.limit_train_batches)
     total = config.max_steps or max(1, round(config.epochs * per_epoch))
     log_every = config.log_interval or per_epoch / config.log_per_epoch
     val_every = config.val_interval or config.val_frequency * per_epoch
