@@ -62,7 +62,7 @@ def file_args(path: Path, option: str) -> list[str]:
     """The options of a YAML file as command-line arguments. All values are read as text: the parser knows better
     than YAML that 1e-3 is a number. Raises ConfigError, also for an unknown option or a value of the wrong type."""
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
+        root = yaml.compose(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{option}: cannot read {path}: {error}") from None
     if root and not isinstance(root, yaml.MappingNode):
@@ -72,12 +72,11 @@ def file_args(path: Path, option: str) -> list[str]:
         if name in given or name == "config_path":
             raise ConfigError(f"{option} {path}: {name} is given twice, or is no option for a file")
         given.add(name)
-        value, kind = node.value, types.get(name, "")
-        if isinstance(node, yaml.SequenceNode) and "tuple" in kind:  # else the parser refuses it
-            args += [f"--{name}", *(str(item.value) for item in value)]
+        if isinstance(node, yaml.SequenceNode) and "tuple" in types.get(name, ""):  # else the parser refuses it
+            args += [f"--{name}", *(str(item.value) for item in node.value)]
         else:
-            is_none = value in ("null", "~") or (value == "" and kind != str(str))
-            args.append(f"--{name}={None if is_none else value}")
+            is_none = node.tag.endswith(":null") and types.get(name) != str(str)
+            args.append(f"--{name}={None if is_none else node.value}")
     parse(TrainConfig, args, source=f"{option} {path}: ")
     if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - given):
         raise ConfigError(f"{option} {path}: is damaged, it lacks {', '.join(sorted(missing))}")
@@ -129,8 +128,7 @@ def resume_options(run_dir: Path, args: list[str]) -> dict:
     before, values = parse(TrainConfig, own_args), parse(TrainConfig, own_args + args)
     if Path(values["out_dir"]).name == Path(before["out_dir"]).name:  # --resume auto --out_dir FOLDER/NAME
         values["out_dir"] = before["out_dir"]
-    names = [name for name in before if before[name] != values[name] and name not in ("resume", "config_path")]
-    changed = {name: f"--{name} {values[name]}" for name in names}
+    changed = {k: f"--{k} {v}" for k, v in values.items() if v != before[k] and k not in ("resume", "config_path")}
     for name in changed.keys() & {*FIXED_ON_RESUME}:
         raise ConfigError(f"{changed[name]}: a resume cannot change it; {run_dir} was trained with {before[name]}")
     if (run_dir / "model.pt").exists() and not changed.keys() & {*LENGTH}:

@@ -165,9 +165,10 @@ def split_batch(effective_batch_size: int, asked: int | None, saved: int | None,
     unit = world_size * (micro_batch_size or 1)
     times, rest = divmod(effective_batch_size, unit)
     if rest:
-        message = f"is no multiple of {world_size} process(es) x micro_batch_size {micro_batch_size or 1}"
+        factors = f"{world_size} process(es)" + (f" x micro_batch_size {micro_batch_size}" if micro_batch_size else "")
         nearest = f"{times * unit} or {(times + 1) * unit}" if times else unit
-        raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}; nearest: {nearest}")
+        message = f"is no multiple of {factors}; nearest: {nearest}"
+        raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}")
     return (micro_batch_size, times) if micro_batch_size else (times, 1)
 
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +19,8 @@ from lightning.fabric import Fabric
 from tqdm import tqdm
 
 from config import TrainConfig
+
+tqdm.set_lock(threading.RLock())  # its own is for several processes, which from Python 3.14 on takes another process
 
 
 @contextmanager

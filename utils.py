@@ -178,10 +178,10 @@ class Sums:
             self.added.setdefault(name, []).append(value.detach())
         self.weight += weight
 
-    def collect(self, scalars: dict[str, Tensor] | None = None) -> dict[str, float]:
+    def collect(self, scalars: dict[str, Tensor]) -> dict[str, float]:
         """Brings what was added, summed over the ranks, to the host: needed before `take`, and before a save. In the
         same wait come these scalars, which are the same on all ranks, and returned."""
-        scalars, self.added[None] = scalars or {}, [torch.full((), self.weight, device=self.fabric.device)]
+        self.added[None] = [torch.full((), self.weight, device=self.fabric.device)]
         dtype = torch.float32 if self.fabric.device.type == "mps" else torch.float64  # in which their sums are exact
         sums = torch.stack([torch.stack(values).to(dtype).sum() for values in self.added.values()])
         if self.fabric.world_size > 1:  # with dp, it would be the mean of the elements
@@ -229,6 +229,7 @@ def memory(state: dict, device: torch.device) -> str:
     states = [[*value.state.values()] for value in state.values() if isinstance(value, Optimizer)]
     weights, states = (sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) / 1e6
                        for tree in (weights, states))  # fmt: skip
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     is_cuda = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if is_cuda else 1e3 * getrusage(RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated(device) if is_cuda else unit * getrusage(RUSAGE_SELF).ru_maxrss
     return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak / 1e6:.4g} MB"

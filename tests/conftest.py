@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -141,13 +141,8 @@ def terminate_group(process: subprocess.Popen) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that one has started, without Python's own, which from 3.14 on looks after shared resources."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with suppress(OSError):  # it has just ended
-            if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text():
-                found.append(int(child))
-    return found
+    """The processes that one has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def terminate_rank_1(process: subprocess.Popen) -> None:
