@@ -51,6 +51,8 @@ class ImageDataset(Dataset):
     """Images in memory, (samples, channels, height, width), and their class numbers, (samples,), fetched a batch at a
     time. Each image is shifted at random by up to `shift` pixels in each direction; default 0."""
 
+    collate_fn = torch.nn.Identity()  # __getitems__ has made a batch
+
     def __init__(self, images: Tensor, targets: Tensor, num_classes: int, shift: int = 0):
         self.images, self.targets, self.num_classes, self.shift = images, targets, num_classes, shift
         # A view that has each image at each shift: (samples, channels, 2 * shift + 1, 2 * shift + 1, height, width).
@@ -71,10 +73,6 @@ class ImageDataset(Dataset):
             return self.images.index_select(0, index), targets
         dy, dx = torch.randint(2 * self.shift + 1, (2, len(index)))
         return self.shifted[index, :, dy, dx], targets
-
-    @staticmethod
-    def collate_fn(batch):
-        return batch  # __getitems__ has made one
 
 
 # ---- exact order and randomness; rarely edited
@@ -129,10 +127,6 @@ class MicroBatches(Dataset):
             dataset = dataset.dataset
         self.collate = getattr(dataset, "collate_fn", default_collate)
 
-    @staticmethod
-    def collate_fn(batch):
-        return batch
-
     def __getitem__(self, key: tuple[int, np.ndarray]):
         number, indices = key
         seed = (self.seed + number) % 2**32
@@ -173,7 +167,7 @@ def build_loader(fabric, dataset: Dataset, sampler: Sampler, config, resources: 
         MicroBatches(dataset, config.seed),
         sampler=sampler,
         batch_size=None,  # a key of the sampler is a whole batch
-        collate_fn=MicroBatches.collate_fn,
+        collate_fn=torch.nn.Identity(),  # and collated
         num_workers=config.num_workers,
         persistent_workers=config.num_workers > 0,
         # Else, from Python 3.14 on, a worker would import the main script, which would need a __main__ guard.
