@@ -238,7 +238,8 @@ def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
     the others exit with 0: a launcher that saw one of them fail would kill the first and lose its exit code."""
     is_mute = of_all_ranks and not is_local_zero()
     if message and not is_mute:
-        rank = "" if of_all_ranks else f"rank {os.environ.get('RANK') or os.environ.get('LOCAL_RANK') or 0}: "
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")  # neither in a run of one process
+        rank = f"rank {rank}: " if rank and not of_all_ranks else ""
         # In one write: two of print's could come between those of another machine.
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}\n")
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():

@@ -106,8 +106,10 @@ def main(config: TestConfig) -> int:
     train_config = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
     precision, data_dir = config.precision or train_config.precision, config.data_dir or train_config.data_dir
     config = replace(config, precision=precision, data_dir=data_dir)
-    known = {"best": [run_dir / "checkpoints" / "best.ckpt"], "last": checkpoints_of(run_dir)}
-    path = next(iter(known.get(config.checkpoint, [Path(config.checkpoint)])), run_dir / "checkpoints" / "step-*.ckpt")
+    folder = run_dir / "checkpoints"
+    named = [path for path in (folder / config.checkpoint, Path(config.checkpoint)) if path.is_file()]
+    known = {"best": [folder / "best.ckpt"], "last": checkpoints_of(run_dir)}
+    path = next(iter(known.get(config.checkpoint, named)), folder / config.checkpoint)
     if not path.is_file():
         raise ConfigError(f"--checkpoint {config.checkpoint}: {path} does not exist; `last` or another file may do")
     if path.name != "model.pt" and step_of(path) < 0:

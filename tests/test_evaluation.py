@@ -150,6 +150,12 @@ def test_a_confusion_matrix_can_be_read(num_classes: int, tmp_path: Path, monkey
     assert axes.images[0].get_array()[0, :2].tolist() == pytest.approx([0.9, 0.1])
 
 
+def test_a_checkpoint_of_the_run_by_its_name(finished: Path):
+    path = min(finished.glob("checkpoints/step-*.ckpt"))
+    report = evaluate(finished, f"--checkpoint {path.name}")
+    assert (Path(report["checkpoint"]).name, report["step"]) == (path.name, int(path.stem[5:]))
+
+
 def test_other_batch_size_and_precision(finished: Path, expected: tuple):
     """The weights of model.pt do as well as a checkpoint; bfloat16 moves a prediction only where it is a close call."""
     logits, targets = expected

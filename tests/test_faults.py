@@ -384,7 +384,7 @@ def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_pat
     program = replaced(tmp_path / "program", "data.py", line, line + mistake)
     error = call(f"{program}/train.py {SMALL} --limit_train_batches None --num_workers 1", tmp_path, code=1).stderr
     assert 'data.py", line' in error and "Traceback" in error
-    assert error.splitlines()[-1].startswith("train.py: error: rank 0: ValueError: bad 7")
+    assert error.splitlines()[-1].startswith("train.py: error: ValueError: bad 7")
     assert "data worker" not in error.splitlines()[-1]
 
 
