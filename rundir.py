@@ -31,11 +31,16 @@ def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
     return torch.load(path, device, mmap=mmap, weights_only=True)  # to unpickle anything else could run code
 
 
-def step_of(path: Path) -> int:
-    """The step of a whole checkpoint, whose checksums are right; -1 for any other file."""
+def skeleton(path: Path) -> dict:
+    """What is in a file of torch.save, with tensors that have no values; {} where the file is damaged."""
     with suppress(Exception):  # damage has many: OSError, BadZipFile, RuntimeError, UnpicklingError, ...
-        return load(path, "meta")["checkpoint"]["step"] if zipfile.ZipFile(path).testzip() is None else -1
-    return -1
+        return {**load(path, "meta")} if zipfile.ZipFile(path).testzip() is None else {}
+    return {}
+
+
+def step_of(path: Path) -> int:
+    """The step of a whole checkpoint; -1 for any other file."""
+    return skeleton(path).get("checkpoint", {}).get("step", -1)
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:

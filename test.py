@@ -27,7 +27,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 import utils
 from data import EvalSampler, build_datasets, build_loader, eval_batch_size
 from loggers import atomically, format_row, numbers
-from rundir import checkpoints_of, load, step_of
+from rundir import checkpoints_of, load, skeleton
 from train import build_fabric, build_metrics, build_model, validate
 
 
@@ -75,7 +75,7 @@ def test(fabric: Fabric, config: TestConfig, train_config: TrainConfig, dataset:
     if hasattr(dataset, "num_classes"):
         metrics.add_metrics({"confusion_matrix": MulticlassConfusionMatrix(dataset.num_classes, validate_args=False)})
     if config.predictions:
-        metrics.add_metrics({"rows": Predictions()})
+        metrics.add_metrics({"rows": Predictions("disable")})  # else it would drop what is NaN, and wait for that
     results = validate(fabric, train_config, fabric.setup_module(model), loader, metrics.to(fabric.device))
     if not fabric.is_global_zero:
         return 0
@@ -112,7 +112,7 @@ def main(config: TestConfig) -> int:
     path = next(iter(known.get(config.checkpoint, named)), folder / config.checkpoint)
     if not path.is_file():
         raise ConfigError(f"--checkpoint {config.checkpoint}: {path} does not exist; `last` or another file may do")
-    if path.name != "model.pt" and step_of(path) < 0:
+    if not skeleton(path):
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do")
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)

@@ -156,6 +156,13 @@ def test_a_checkpoint_of_the_run_by_its_name(finished: Path):
     assert (Path(report["checkpoint"]).name, report["step"]) == (path.name, int(path.stem[5:]))
 
 
+def test_predictions_that_are_not_finite_keep_their_rows(finished: Path, tmp_path: Path):
+    weights = torch.load(finished / "model.pt", weights_only=True)
+    next(iter(weights.values())).fill_(torch.nan)
+    torch.save(weights, tmp_path / "nan.pt")
+    assert len(evaluate(finished, f"--checkpoint {tmp_path}/nan.pt --predictions")["rows"]) == COUNTS["test"]
+
+
 def test_other_batch_size_and_precision(finished: Path, expected: tuple):
     """The weights of model.pt do as well as a checkpoint; bfloat16 moves a prediction only where it is a close call."""
     logits, targets = expected
