@@ -340,8 +340,8 @@ class Forged:
 def test_weights_that_are_damaged_are_named(finished, tmp_path, content: bytes | None):
     damaged, whole_file = tmp_path / "damaged.pt", (finished / "model.pt").read_bytes()
     damaged.write_bytes(whole_file[: len(whole_file) // 2] if content is None else content)
-    done = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1)
-    assert done.stderr == f"test.py: error: --checkpoint {damaged}: {damaged} is damaged; `last` or another file may do\n"
+    error = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1).stderr
+    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} is damaged; `last` or another file may do\n"
 
 
 def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path):
