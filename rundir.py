@@ -166,11 +166,11 @@ class RunDir:
                 time.sleep(0.1)
 
     def log(self, row: dict, step: int) -> None:
-        """Gives the numbers of a row to all loggers."""
-        kept = numbers(row)
-        self.summary["last"] |= kept
-        for logger in self.loggers if row else ():
-            logger.log(kept, step)
+        """Gives the numbers of a row, where it has some, to all loggers."""
+        if kept := numbers(row):
+            self.summary["last"] |= kept
+            for logger in self.loggers:
+                logger.log(kept, step)
 
     def write_summary(self, state: str) -> None:
         """Writes summary.json; `state` is running, finished, interrupted or failed."""
