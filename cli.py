@@ -68,15 +68,17 @@ def file_args(path: Path, option: str) -> list[str]:
     if root and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{option} {path}: expected lines of `option: value`")
     types, args, given = {f.name: str(f.type) for f in fields(TrainConfig)}, [], set()
-    for name, node in [(key.value, node) for key, node in root.value] if root else ():
+    for key, node in root.value if root else ():
+        name, kind = str(key.value), types.get(str(key.value), "")
         if name in given or name == "config_path":
             raise ConfigError(f"{option} {path}: {name} is given twice, or is no option for a file")
         given.add(name)
-        if isinstance(node, yaml.SequenceNode) and "tuple" in types.get(name, ""):  # else the parser refuses it
-            args += [f"--{name}", *(str(item.value) for item in node.value)]
-        else:
-            is_none = node.tag.endswith(":null") and types.get(name) != str(str)
-            args.append(f"--{name}={None if is_none else node.value}")
+        is_list = isinstance(node, yaml.SequenceNode) and "tuple" in kind
+        items = node.value if is_list else [node]
+        if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
+            raise ConfigError(f"{option} {path}: line {key.start_mark.line + 1}: {name}: expected one value")
+        texts = ["None" if item.tag.endswith(":null") and kind != str(str) else item.value for item in items]
+        args += [f"--{name}", *texts] if is_list else [f"--{name}={texts[0]}"]
     parse(TrainConfig, args, source=f"{option} {path}: ")
     if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - given):
         raise ConfigError(f"{option} {path}: is damaged, it lacks {', '.join(sorted(missing))}")

@@ -165,6 +165,8 @@ def test_value_that_is_not_allowed_in_test_py(options: str, option: str, tmp_pat
         ("epochs: {a: 1}", "epochs"),
         ("logger_name: [csv, mlflow]", "--logger_name"),
         ("logger_name: [[csv]]", "logger_name"),
+        ("seed: 1\ndevices: [0, 1]", "line 2: devices: expected one value"),
+        ("? [a, b]\n: 3", "line 1: "),
         ("dataset: cifar", "--dataset"),
         ("compile: maybe", "--compile"),
     ],

@@ -234,6 +234,14 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
 
 
 @pytest.mark.parametrize(
+    "text, comment",
+    [("''", ""), ("'null'", "null"), ("", None), ("null", None), ("~", None), ("None", None)],
+)
+def test_a_value_that_is_missing_in_a_file_is_none(text: str, comment: str | None):
+    assert of_file(f"comment: {text}").comment == comment
+
+
+@pytest.mark.parametrize(
     "changed",
     [
         {},
@@ -247,6 +255,7 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
         {"comment": "a: b # c 'd' \"e\" - ü 测试", "project": "2026", "out_dir": "1e-3", "root_dir": "a b/c"},
         {"comment": "two\nlines\n", "out_dir": "yes", "root_dir": "~/runs", "project": " x "},
         {"comment": "--x", "project": "--x"},
+        {"comment": "", "project": "null"},
     ],
 )
 def test_config_written_and_read_is_the_same(changed: dict):
