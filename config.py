@@ -16,7 +16,7 @@ from simple_parsing import field
 
 # Without 16-true, in which the second moments of Adam vanish.
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true"]
-Logger = Literal["csv", "tensorboard", "wandb"]
+Loggers = tuple[Literal["csv", "tensorboard", "wandb"], ...]
 
 
 class ConfigError(ValueError):
@@ -75,13 +75,13 @@ class TrainConfig(MachineConfig):
     max_grad_norm: float | None = None  # Clip the gradient's norm to this once per step; None does not clip
     early_stopping_patience: int | None = None  # Stop after so many validations without a better `monitor`
 
-    logger_name: tuple[Logger, ...] = ("csv", "tensorboard")  # One or more of csv, tensorboard and wandb
+    logger_name: Loggers = field(default=("csv", "tensorboard"), metavar="{csv,tensorboard,wandb}")  # One or more
     log_per_epoch: float = 1.0  # Times per epoch that the training loss is logged
     log_interval: int | None = None  # Steps between two logs, instead of log_per_epoch
     val_frequency: float = 1.0  # Epochs between two validations; fractions are allowed
     val_interval: int | None = None  # Steps between two validations, instead of val_frequency
     monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
-    monitor_mode: Literal["max", "min"] | None = None  # Is the max or min of `monitor` best? None goes by its name
+    monitor_mode: Literal["max", "min"] | None = field(default=None, metavar="{max,min}")  # What is best; None: by name
 
     checkpoint_frequency: float | None = 1.0  # Epochs between two checkpoints; None: only the last, and no best.ckpt
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency

@@ -230,6 +230,12 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
     assert not re.search(r"\| +(torch|lightning|numpy|sklearn)$", done.stderr, re.MULTILINE)
 
 
+def test_help_names_the_choices():
+    printed = run("train.py --help", REPO).stdout
+    assert "--logger_name {csv,tensorboard,wandb}" in printed and "--monitor_mode {max,min}" in printed
+    assert "Literal" not in printed
+
+
 # ---- a config written down
 
 
