@@ -5,7 +5,7 @@ python test.py --out_dir train_out --checkpoint last --split val --predictions
 """
 
 import cli
-from config import ConfigError, RunError, TestConfig, TrainConfig, blame
+from config import ConfigError, RunError, TestConfig, blame
 
 if __name__ == "__main__":
     CONFIG = cli.options(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
@@ -62,12 +62,8 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     print(f"confusion matrix {path}")
 
 
-def test(fabric: Fabric, config: TestConfig, train_config: TrainConfig, dataset: Dataset, path: Path, resources) -> int:
+def test(fabric: Fabric, config, train_config, dataset: Dataset, samplers: list, path: Path, resources) -> int:
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
-    world_size = fabric.world_size
-    size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
-    with blame(config, "split", "devices"):
-        samplers = [EvalSampler(len(dataset), size, rank, world_size) for rank in range(world_size)]
     loader = build_loader(fabric, dataset, samplers[fabric.global_rank], train_config, resources)
     model, weights = build_model(train_config, dataset), load(path)
     model.load_state_dict(weights.get("model", weights))
@@ -120,7 +116,11 @@ def main(config: TestConfig) -> int:
         dataset = build_datasets(train_config.dataset, config.data_dir, augment=False)[config.split]
     if config.predictions and not hasattr(dataset, "num_classes"):
         raise ConfigError("--predictions: are of classes, and the dataset has no num_classes")
-    return utils.launch(fabric, config, lambda resources: test(fabric, config, train_config, dataset, path, resources))
+    size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
+    with blame(config, "split", "devices"):
+        samplers = [EvalSampler(len(dataset), size, rank, fabric.world_size) for rank in range(fabric.world_size)]
+    args = (fabric, config, train_config, dataset, samplers, path)
+    return utils.launch(fabric, config, lambda resources: test(*args, resources))
 
 
 if __name__ == "__main__":

@@ -259,9 +259,10 @@ def test_own_dataset_of_dicts(own: Path):
 def test_fewer_samples_than_processes_are_refused_in_one_line(own: Path):
     source = (own / "data.py").read_text()
     (own / "data.py").write_text(source.replace("Digits(1100, 1203)", "Digits(1100, 1101)"))
-    error = run(f"{own}/test.py --out_dir {run_dir(own)} --accelerator cpu {ON_2}", own, code=2).stderr
-    assert "Traceback" not in error
-    assert error.splitlines()[-1].startswith("test.py: error: ") and "1 samples are too few" in error
+    for devices in (2, 100_000):  # none is started
+        error = run(f"{own}/test.py --out_dir {run_dir(own)} --accelerator cpu --devices {devices}", own, code=2).stderr
+        (line,) = error.splitlines()
+        assert line.startswith(f"test.py: error: --devices {devices}: ") and "1 samples are too few" in line
 
 
 def test_evaluations_of_other_splits_and_checkpoints_stay(finished: Path, tmp_path: Path):
