@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,12 +83,12 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, samplers: list,
         print(format_row(names, names))
         for i, row in enumerate(results["confusion_matrix"].tolist()):
             print(format_row(names, [i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
+    for name, value in numbers(results).items():
+        print(f"{name} {value:.5g}")
     if config.predictions:
         samples = np.concatenate([batch for sampler in samplers for batch in sampler.batches]).tolist()
         rows = [*zip(samples, *results.pop("rows").T.tolist(), strict=True)]
         write_predictions(rows, results, stem, run_dir)
-    for name, value in numbers(results).items():
-        print(f"{name} {value:.5g}")
     report = {"checkpoint": str(path), "step": weights.get("step"), "precision": config.precision}
     report |= {"split": config.split, "num_samples": len(dataset)}
     with atomically(run_dir / f"test_{stem}.json") as file:
@@ -119,8 +120,7 @@ def main(config: TestConfig) -> int:
     size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
     with blame(config, "split", "devices"):
         samplers = [EvalSampler(len(dataset), size, rank, fabric.world_size) for rank in range(fabric.world_size)]
-    args = (fabric, config, train_config, dataset, samplers, path)
-    return utils.launch(fabric, config, lambda resources: test(*args, resources))
+    return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, samplers, path))
 
 
 if __name__ == "__main__":
