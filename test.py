@@ -104,9 +104,13 @@ def main(config: TestConfig) -> int:
     precision, data_dir = config.precision or train_config.precision, config.data_dir or train_config.data_dir
     config = replace(config, precision=precision, data_dir=data_dir)
     folder = run_dir / "checkpoints"
-    named = [path for path in (folder / config.checkpoint, Path(config.checkpoint)) if path.is_file()]
-    known = {"best": [folder / "best.ckpt"], "last": checkpoints_of(run_dir)}
-    path = next(iter(known.get(config.checkpoint, named)), folder / config.checkpoint)
+    if config.checkpoint == "best":
+        found = [folder / "best.ckpt"]
+    elif config.checkpoint == "last":
+        found = checkpoints_of(run_dir)  # reads best.ckpt whole
+    else:
+        found = [path for path in (folder / config.checkpoint, Path(config.checkpoint)) if path.is_file()]
+    path = next(iter(found), folder / config.checkpoint)
     if not path.is_file():
         raise ConfigError(f"--checkpoint {config.checkpoint}: {path} does not exist; `last` or another file may do")
     if not skeleton(path):

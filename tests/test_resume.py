@@ -220,7 +220,12 @@ def flip_a_bit(path: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_put_aside_and_the_one_before_is_taken(whole, killed, tmp_path, damage):
     """What a kill has left half written is removed without a word."""
     cwd = copied(killed, tmp_path)
-    for name in ("checkpoints/link.tmp", "checkpoints/best.ckpt.tmp", "config.yaml.tmp", "logs/csv/metrics.csv.tmp"):
+    for name in (
+        "checkpoints/step-00000099.ckpt.tmp",
+        "checkpoints/best.ckpt.tmp",
+        "config.yaml.tmp",
+        "logs/csv/metrics.csv.tmp",
+    ):
         (run_dir(cwd) / name).write_bytes(b"half")
     *_, older, broken = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
     damage(broken)
