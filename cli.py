@@ -202,18 +202,18 @@ def run(main: Callable, config) -> NoReturn:
     gc.freeze()  # what is there by now is never searched for garbage
     try:
         end(main(config))
-    except (ConfigError, RunError) as error:
-        end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *getattr(error, "__notes__", [])]))
     except Exception as error:
-        cause, hint, notes = error, advice(error, config), getattr(error, "__notes__", [])
-        while cause and not isinstance(cause, OSError):
-            cause = cause.__context__  # torch.save covers up a full disk with an error of its own
-        if not cause and not hint:
+        chain = [error]  # to end a run may fail, too, and torch.save covers up a full disk with an error of its own
+        while chain[-1].__context__:
+            chain.append(chain[-1].__context__)
+        notes = [note for failure in chain for note in getattr(failure, "__notes__", [])]
+        if isinstance(error, (ConfigError, RunError)):
+            end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *notes]))
+        hint, cause = advice(error, config), next((e for e in chain if isinstance(e, OSError)), error)
+        if not hint and not isinstance(cause, OSError):
             traceback.print_exception(error)
-        cause = cause or error
         what = f"{type(cause).__name__}: {cause}".strip()
-        if "Original Traceback" in what:  # of a data worker; printed above
-            what = what.splitlines()[-1]
+        what = what.splitlines()[-1] if "Original Traceback" in what else what  # of a data worker; printed above
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 

@@ -42,7 +42,7 @@ def write_provenance(run_dir: Path, fabric: Fabric) -> None:
     packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
     devices = f"{fabric.world_size} x {fabric.device.type} on {platform.node()}"
     python = f"Python {platform.python_version()} on {platform.platform()}"
-    with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "w") as file:
+    with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "a") as file:
         print(shlex.join([sys.executable, *sys.argv]), devices, python, *packages, sep="\n", file=file, flush=True)
         git = "git rev-parse HEAD; git status --short; git diff HEAD"  # where there is no git, it leaves nothing
         subprocess.run(git, shell=True, cwd=Path(__file__).parent, stdout=file, stderr=subprocess.DEVNULL)
@@ -141,7 +141,7 @@ class TensorBoardLogger:
 
         folder = run_dir / "logs" / "tensorboard"
         files = sorted(folder.glob("events.out.tfevents.*"))  # as TensorBoard reads them: by the time in the name
-        if files and files[-1].name > f"events.out.tfevents.{time.time():010.0f}":  # the clock was set back
+        if files and files[-1].name > f"events.out.tfevents.{int(time.time()):010d}":  # the clock was set back
             for number, file in enumerate(files):
                 file.rename(file.with_name(re.sub(r"\d+", f"{number:010d}", file.name, count=1)))
         self.writer = SummaryWriter(folder, purge_step=last_step + 1)

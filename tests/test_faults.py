@@ -302,6 +302,29 @@ def test_a_data_worker_that_dies_or_freezes_ends_the_run(signal_number, tmp_path
     assert_whole_checkpoints(tmp_path)
 
 
+def test_a_second_failure_while_a_run_ends_does_not_hide_how_to_go_on(tmp_path):
+    """Where two data workers die, the second may be noticed when the first has ended the loop already."""
+    (tmp_path / "fails.py").write_text(f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+from contextlib import ExitStack
+import cli
+from config import TrainConfig
+
+def fail(number):
+    raise RuntimeError(f"DataLoader worker (pid {{number}}) is killed by signal: Killed.")
+
+def main(config):
+    with ExitStack() as resources:
+        resources.callback(fail, 2)
+        resources.push(lambda kind, error, trace: error.add_note("go on with: ..."))
+        fail(1)
+
+cli.run(main, TrainConfig())
+""")
+    line = run(f"{tmp_path}/fails.py", tmp_path, code=1).stderr
+    assert re.fullmatch(r"fails.py: error: .*worker \(pid 2\).*--num_workers.*; go on with: ...\n", line), line
+
+
 # ---- two at once
 
 

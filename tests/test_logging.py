@@ -12,12 +12,17 @@ import shutil
 import signal
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import PREEMPTED, REPO, SMALL, call, newest, run, run_dir, start, wait_for
+from lightning.fabric import Fabric
+
+from config import TrainConfig
+from loggers import TensorBoardLogger, write_provenance
 
 LONG = (
     "train.py --accelerator cpu --epochs 20 --limit_train_batches 8 --limit_val_batches 2 --width 4 "
@@ -155,6 +160,23 @@ def test_a_clock_that_was_set_back_does_not_cut_the_history(tmp_path):
     assert [event.step for event in curve] == [4 * epoch for epoch in range(1, 8)]
 
 
+def test_starts_in_the_same_second_are_one_history(tmp_path):
+    """A clock may be set back by just what a start takes. The names of TensorBoard's files have whole seconds."""
+    run = tmp_path / "run"
+    (run / "provenance").mkdir(parents=True)
+    fabric = Fabric(accelerator="cpu")
+    TensorBoardLogger(tmp_path, 0, TrainConfig()).close()  # the import takes a second
+    wait_for(lambda: 0.5 < time.time() % 1 < 0.6)
+    for step in range(1, 13):  # the last part of a file's name is a number that goes to 12
+        logger = TensorBoardLogger(run, step - 1, TrainConfig())
+        logger.log({"train/loss": 1 / step}, step)
+        logger.close()
+        write_provenance(run, fabric)
+    assert [event.step for event in read_tensorboard(run).Scalars("train/loss")] == [*range(1, 13)]
+    texts = [path.read_text() for path in (run / "provenance").iterdir()]
+    assert sum(text.count(f"\nPython {platform.python_version()} on ") for text in texts) == 12
+
+
 def test_a_logger_that_a_resume_adds_is_said_to_begin_there(tmp_path):
     command = f"train.py {SMALL} --logger_name csv"
     assert "--logger_name" not in call(command, tmp_path).stdout
@@ -261,10 +283,11 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
 
 
 def test_provenance_tells_what_ran_where_with_what(resumed):
-    first, second = (path.read_text().splitlines() for path in sorted((resumed / "provenance").iterdir()))
-    assert first[0].endswith(shlex.join(LONG.split()[1:])) and second[0].endswith(" --resume auto")
-    assert first[1] == f"1 x cpu on {platform.node()}"
-    assert f"torch-{importlib.metadata.version('torch')}" in first
+    lines = [line for path in (resumed / "provenance").iterdir() for line in path.read_text().splitlines()]
+    for options in (shlex.join(LONG.split()[1:]), " --resume auto"):
+        assert sum(line.endswith(options) for line in lines) == 1
+    assert lines.count(f"1 x cpu on {platform.node()}") == 2
+    assert lines.count(f"torch-{importlib.metadata.version('torch')}") == 2
 
 
 def test_provenance_has_the_commit_of_the_code_and_what_differs_from_it(tmp_path):
