@@ -203,7 +203,7 @@ def run(main: Callable, config) -> NoReturn:
     try:
         end(main(config))
     except Exception as error:
-        chain = [error]  # to end a run may fail, too, and torch.save covers up a full disk with an error of its own
+        chain: list[BaseException] = [error]  # the end may fail, too; torch.save covers up a full disk with an error
         while chain[-1].__context__:
             chain.append(chain[-1].__context__)
         notes = [note for failure in chain for note in getattr(failure, "__notes__", [])]
