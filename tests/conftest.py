@@ -31,9 +31,11 @@ LONG = (
     "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
     "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
 )
+SLOW = LONG.replace("--epochs 30", "--epochs 3000")  # never ends by itself
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
 
 
 def clean_environment() -> dict[str, str]:
@@ -153,6 +155,40 @@ def terminate_rank_1(process: subprocess.Popen) -> None:
 def newest(cwd: Path) -> int:
     """The step of the newest checkpoint, 0 if there is none."""
     return max((int(path.stem[5:]) for path in cwd.glob("*/checkpoints/step-*.ckpt")), default=0)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    return [pid, *(found for child in children(pid) for found in descendants(child))]
+
+
+def started(cwd: Path, options: str = "", **more) -> tuple[subprocess.Popen, list[int]]:
+    """A run that has begun to save, and the numbers of its processes, the first rank first."""
+    process = start(f"{SLOW} {options}", cwd, **more)
+    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
+    assert process.poll() is None, process.communicate()
+    return process, descendants(process.pid)
+
+
+def end_of(process: subprocess.Popen, pids: list[int]) -> list[str]:
+    """Waits until all processes are gone, and returns the lines on stderr. What is left is killed."""
+    try:
+        error = process.communicate(timeout=300)[1]
+        wait_for(lambda: not any(map(is_running, pids)))
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+    return error.strip().splitlines()
+
+
+def assert_whole_checkpoints(cwd: Path) -> None:
+    assert [torch.load(path, weights_only=True) for path in cwd.glob("*/checkpoints/*.ckpt")]
 
 
 def assert_stopped_and_saved(done: subprocess.CompletedProcess, cwd: Path) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from conftest import (
+    NO_SHARED_STORE,
     ON_2,
     PREEMPTED,
     REPO,
@@ -36,6 +37,7 @@ from conftest import (
     assert_same_best,
     children,
     history,
+    is_running,
     kill_group,
     newest,
     replaced,
@@ -46,7 +48,7 @@ from conftest import (
     wait_for,
     weights,
 )
-from test_faults import NO_SHARED_STORE, TWO_SAVES, is_running, kill_before, remove_what_is_no_run
+from test_faults import TWO_SAVES, kill_before, remove_what_is_no_run
 from test_logging import read_tensorboard, values, wandb_records
 
 # 60 epochs of 8 steps, saved and logged every second step: 4 seconds of training.

@@ -1,0 +1,219 @@
+"""Several processes: launchers, ranks and data workers that die, fail or freeze, and two runs in one directory."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import (
+    LONG,
+    NO_SHARED_STORE,
+    ON_2,
+    REPO,
+    SLOW,
+    SMALL,
+    TORCHRUN,
+    assert_same_training,
+    assert_whole_checkpoints,
+    children,
+    descendants,
+    end_of,
+    history,
+    is_running,
+    kill_group,
+    newest,
+    replaced,
+    run,
+    run_dir,
+    start,
+    started,
+    wait_for,
+)
+
+# ---- launchers
+
+
+@pytest.fixture(scope="module")
+def terminated(tmp_path_factory) -> tuple[int, str, Path]:
+    """The exit code and the output of a torchrun that may restart and got a SIGTERM; and where that was."""
+    cwd = tmp_path_factory.mktemp("terminated")
+    process = start(f"{TORCHRUN} --max-restarts 1 {REPO / SLOW}", cwd)
+    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
+    process.terminate()
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output, cwd
+
+
+def test_torchrun_passes_a_signal_on_and_the_run_is_saved(terminated):
+    code, output, cwd = terminated
+    assert code == 1  # torchrun's own
+    assert f"stopped by a signal after {newest(cwd)} of" in output and "resumed from" not in output
+
+
+def test_torchrun_with_restarts_but_without_the_variable_that_they_need_warns_in_one_line(terminated):
+    """In torch 2.13 a restarted rank may read the address of a dead one."""
+    assert terminated[1].count("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 1
+
+
+def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(whole, tmp_path):
+    command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {REPO / LONG} --resume auto"
+    process = start(command, tmp_path, **NO_SHARED_STORE)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    output, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    assert re.search(r"resumed from .*step-", output) and "TORCH_DISABLE" not in output + error
+    assert_same_training(tmp_path, whole)
+
+
+DIES_AT_THE_END = """
+        import os, time
+        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(0.1)
+            if rank == 1 and (run.path / "model.pt").exists():
+                os.kill(os.getpid(), 9)
+"""
+
+
+def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trained_twice(tmp_path):
+    repo = replaced(tmp_path / "repo", "train.py", 'run.finish("model")\n', f'run.finish("model")\n{DIES_AT_THE_END}')
+    cwd = tmp_path / "run"
+    cwd.mkdir()
+    command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {repo}/train.py {SMALL} --resume auto"
+    output = run(command, cwd, **NO_SHARED_STORE).stdout
+    assert output.count("is finished") == 1 and "resumed from" not in output
+    assert [row["step"] for row in history(cwd)] == ["4", "8", "12", "16", "20"]
+    assert len([*run_dir(cwd).glob("provenance/*.txt")]) == 1
+
+
+def test_the_documented_commands_with_restarts_set_the_variable():
+    pages = [path.read_text().replace("\\\n", "") for path in (*REPO.glob("*.md"), *REPO.glob("recipes/*"))]
+    commands = [
+        line for page in pages for line in page.splitlines() if re.search("torchrun .*--max-restarts .*train", line)
+    ]
+    assert commands
+    assert [line for line in commands if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" not in line] == []
+
+
+def test_no_process_outlives_torchrun(tmp_path):
+    process = start(f"{TORCHRUN} {REPO / SLOW} --num_workers 1", tmp_path)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
+    pids = descendants(process.pid)
+    assert len(pids) >= 7  # two ranks with two workers each
+    process.kill()
+    end_of(process, pids)
+    assert_whole_checkpoints(tmp_path)
+
+
+# ---- dead, failing and frozen ranks
+
+
+def test_no_process_outlives_rank_0(tmp_path):
+    """It has launched the others, of which one is frozen."""
+    process, pids = started(tmp_path, f"{ON_2} --num_workers 1")
+    assert len(pids) >= 6  # two ranks with two workers each
+    (rank_1,) = [pid for pid in children(process.pid) if children(pid)]
+    os.kill(rank_1, signal.SIGSTOP)
+    process.kill()
+    end_of(process, pids)
+    assert process.returncode == -signal.SIGKILL
+    assert_whole_checkpoints(tmp_path)
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    process, pids = started(tmp_path, ON_2)
+    os.kill(pids[1], signal.SIGKILL)
+    *_, line = end_of(process, pids)
+    assert process.returncode != 0
+    assert "another process died" in line and f"--resume {run_dir(tmp_path).name}" in line
+    assert_whole_checkpoints(tmp_path)
+
+
+def test_an_exception_in_one_rank_is_named_and_ends_the_others(tmp_path):
+    repo = replaced(
+        tmp_path / "repo",
+        "train.py",
+        'state["step"] = step\n',
+        'state["step"] = step\n        if step == 30 and rank == 1:\n            raise ValueError("deliberate")\n',
+    )
+    cwd = tmp_path / "run"
+    cwd.mkdir()
+    process = start(f"{repo}/{SLOW} {ON_2}", cwd)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 1
+    assert error.count("train.py: error: rank 1: ValueError: deliberate") == error.count("Traceback") == 1
+    assert newest(cwd) == 28
+    assert_whole_checkpoints(cwd)
+
+
+def test_the_others_give_up_after_the_timeout_if_a_rank_is_frozen(tmp_path):
+    process, pids = started(tmp_path, f"{ON_2} --timeout 40")  # a busy machine takes many seconds to start
+    os.kill(pids[0], signal.SIGSTOP)
+    wait_for(lambda: not is_running(pids[1]))
+    for pid in filter(is_running, pids):
+        os.kill(pid, signal.SIGKILL)
+    error = process.communicate(timeout=300)[1]
+    assert "rank 1: " in error and "did not answer for --timeout 40 seconds" in error
+    assert_whole_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_data_worker_that_dies_or_freezes_ends_the_run(signal_number, tmp_path):
+    process, pids = started(tmp_path, "--num_workers 1 --timeout 15")
+    for worker in pids[1:]:
+        os.kill(worker, signal_number)
+    *_, line = end_of(process, pids)
+    assert process.returncode == 1
+    assert "data worker" in line and "--num_workers" in line and "--timeout 15 seconds" in line
+    assert f"--resume {run_dir(tmp_path).name}" in line
+    assert_whole_checkpoints(tmp_path)
+
+
+def test_a_second_failure_while_a_run_ends_does_not_hide_how_to_go_on(tmp_path):
+    """Where two data workers die, the second may be noticed when the first has ended the loop already."""
+    (tmp_path / "fails.py").write_text(f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+from contextlib import ExitStack
+import cli
+from config import TrainConfig
+
+def fail(number):
+    raise RuntimeError(f"DataLoader worker (pid {{number}}) is killed by signal: Killed.")
+
+def main(config):
+    with ExitStack() as resources:
+        resources.callback(fail, 2)
+        resources.push(lambda kind, error, trace: error.add_note("go on with: ..."))
+        fail(1)
+
+cli.run(main, TrainConfig())
+""")
+    line = run(f"{tmp_path}/fails.py", tmp_path, code=1).stderr
+    assert re.fullmatch(r"fails.py: error: .*worker \(pid 2\).*--num_workers.*; go on with: ...\n", line), line
+
+
+# ---- two at once
+
+
+def contents(cwd: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in cwd.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_being_written_to_is_not_resumed_by_another(tmp_path):
+    process, _ = started(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    before = contents(tmp_path)
+    refused = run(f"train.py --resume train_out {ON_2}", tmp_path, code=2).stderr
+    line = f"train.py: error: --resume: another process is writing to {run_dir(tmp_path).name}\n"
+    assert line in refused and refused.count("error") == 1 and "Traceback" not in refused
+    assert contents(tmp_path) == before
+    process.send_signal(signal.SIGCONT)
+    step = newest(tmp_path)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > step)
+    kill_group(process)
+    process.communicate()
+    process = start("train.py --resume train_out", tmp_path)  # the lock died with its process
+    assert any("resumed from" in line for line in process.stdout)
+    kill_group(process)
+    process.communicate()
