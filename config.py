@@ -41,7 +41,7 @@ class MachineConfig:
     timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
 
     def __post_init__(self):
-        if found := problems(self):
+        if found := [*problems(self)]:
             raise ConfigError("; ".join(found))
 
 
@@ -115,38 +115,35 @@ LENGTH = ("epochs", "max_steps", "early_stopping_patience")
 OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
 
 
-def problems(config) -> list[str]:
+def problems(config) -> Iterator[str]:
     """What is wrong with a TrainConfig or TestConfig, one text per mistake, each naming its option."""
-    found = []
     for option in fields(config):
         name, value, kinds = option.name, getattr(config, option.name), (option.type, *get_args(option.type))
         choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
         if choices and not {*(value if isinstance(value, tuple) else [value])} <= {None, *choices}:
-            found.append(f"--{name} {value}: choose from {', '.join(choices)}")
+            yield f"--{name} {value}: choose from {', '.join(choices)}"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             end = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
             if not (0 < value < end or (value == 0 and name in MAY_BE_ZERO)):
-                least = "at least 0" if name in MAY_BE_ZERO else "above 0"
-                found.append(f"--{name} {value}: must be {least}" + (f" and below {end}" if end < math.inf else ""))
+                yield f"--{name} {value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0 and below {end}"
             if isinstance(value, float) and name.startswith("limit_") and not 0 < value <= 1:
-                found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
+                yield f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point"
         elif value == () or (value == "" and name not in ("comment", "project")):
-            found.append(f"--{name}: must not be empty")
+            yield f"--{name}: must not be empty"
     if Path(config.out_dir).name in ("", "..") or not (config.out_dir + config.root_dir).isprintable():
-        found.append(f"--out_dir {config.out_dir!r}: must end in the name of a directory")
+        yield f"--out_dir {config.out_dir!r}: must end in the name of a directory"
     if not re.fullmatch("auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?", config.strategy):
-        found.append(f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
-                     "fsdp and model_parallel (sharded models) are a recipe, see recipes/README.md")  # fmt: skip
+        yield (f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
+               "fsdp and model_parallel (sharded models) are a recipe, see recipes/README.md")  # fmt: skip
     if isinstance(config, TrainConfig):
         if config.devices.isdecimal() and int(config.devices) > (size := config.effective_batch_size):
-            found.append(f"--devices {config.devices}: must be at most --effective_batch_size {size}")
+            yield f"--devices {config.devices}: must be at most --effective_batch_size {size}"
         if config.warmup_epochs > config.epochs > 0 and not config.max_steps:
-            found.append(f"--warmup_epochs {config.warmup_epochs:g}: must be at most --epochs {config.epochs:g}")
+            yield f"--warmup_epochs {config.warmup_epochs:g}: must be at most --epochs {config.epochs:g}"
         if config.fast_run and config.resume:
-            found.append("--fast_run: writes nothing and starts afresh, so it does not go with --resume")
+            yield "--fast_run: writes nothing and starts afresh, so it does not go with --resume"
         if not (config.monitor_mode or mode_of(config.monitor)):
-            found.append(f"--monitor {config.monitor}: its name does not tell what is best, give --monitor_mode")
-    return found
+            yield f"--monitor {config.monitor}: its name does not tell what is best, give --monitor_mode"
 
 
 def mode_of(monitor: str) -> str | None:
@@ -161,22 +158,21 @@ def split_batch(effective_batch_size: int, asked: int | None, saved: int | None,
     """Solves effective_batch_size = world_size x micro_batch_size x grad_accum_steps for the last two. The micro-batch
     size is the one asked for; else that of the run so far, where it divides; else the largest. Raises ConfigError,
     which names the nearest effective batch sizes, where it does not divide."""
-    micro_batch_size = asked or (saved if saved and effective_batch_size % (world_size * saved) == 0 else None)
-    unit = world_size * (micro_batch_size or 1)
-    times, rest = divmod(effective_batch_size, unit)
-    if rest:
-        factors = f"{world_size} process(es)" + (f" x micro_batch_size {micro_batch_size}" if micro_batch_size else "")
-        nearest = f"{times * unit} or {(times + 1) * unit}" if times else unit
-        message = f"is no multiple of {factors}; nearest: {nearest}"
+    share, rest = divmod(effective_batch_size, world_size)
+    micro_batch_size = asked or (saved if saved and share % saved == 0 else share)
+    if rest or share % micro_batch_size:
+        unit = world_size * (asked or 1)
+        below = effective_batch_size // unit * unit
+        factors = f"{world_size} process(es)" + (f" x micro_batch_size {asked}" if asked else "")
+        message = f"is no multiple of {factors}; nearest: " + (f"{below} or " if below else "") + f"{below + unit}"
         raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}")
-    return (micro_batch_size, times) if micro_batch_size else (times, 1)
+    return micro_batch_size, share // micro_batch_size
 
 
 def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:
     """The learning rate for effective_batch_size, from the one for base_batch_size: "linear" (Goyal et al. 2017,
     arXiv:1706.02677), "sqrt" (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741) or "none"."""
-    ratio = effective_batch_size / base_batch_size
-    return base_lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+    return base_lr * (effective_batch_size / base_batch_size) ** {"linear": 1, "sqrt": 0.5, "none": 0}[rule]
 
 
 def limit(total: int, limit_batches: int | float | None) -> int:
