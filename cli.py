@@ -1,6 +1,6 @@
 """The command line: options, YAML files, what a launcher says, which run is meant; and how the process ends.
 
-All sources are gathered as arguments, the lowest priority first: config of the run to resume, `--config_path` files,
+Each source gives a dict of options, the lowest priority first: config of the run to resume, `--config_path` files,
 launcher, command line. One parser reads them, and one config is made of them. Torch is not imported for it.
 """
 
@@ -14,10 +14,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import yaml
 from simple_parsing import ArgumentParser
@@ -28,8 +28,8 @@ DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision"
 
 
 def parse(cls: type, args: list[str], source: str = "") -> dict:
-    """The values of all fields of TrainConfig or TestConfig, from arguments and defaults. Only names and types are
-    checked: raises ConfigError, which begins with `source`, for an unknown option or a value of the wrong type."""
+    """The options of TrainConfig or TestConfig that are given in `args`, by name. Only names and types are checked:
+    raises ConfigError, which begins with `source`, for an unknown option or a value of the wrong type."""
     types = {f"config.{f.name}": f.type for f in fields(cls)}
 
     class Parser(ArgumentParser):
@@ -41,48 +41,46 @@ def parse(cls: type, args: list[str], source: str = "") -> dict:
             raise ConfigError(source + message.removeprefix("argument "))
 
         def _get_values(self, action, arg_strings):
+            may_be_none = type(None) in get_args(types.get(action.dest))
+            if may_be_none and arg_strings == ["None"]:
+                return None
             # simple_parsing lets every option that may be None stand without a value, as if it had not been given.
-            if action.nargs == "?" and not arg_strings and action.const is None and types[action.dest] is not bool:
+            is_bare = may_be_none and not arg_strings and action.nargs == "?" and action.const is None
+            if is_bare or arg_strings == ["None"]:
                 raise argparse.ArgumentError(action, "expected a value")
             return super()._get_values(action, arg_strings)
 
-        def _get_value(self, action, text):
-            may_be_none = type(None) in get_args(types[action.dest])
-            return None if text == "None" and may_be_none else super()._get_value(action, text)
-
-    # The parser ends by making an instance: of this class, which has the fields and their help texts, but no checks.
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__post_init__": lambda self: None}
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
     parser = Parser(allow_abbrev=False)
-    parser.add_arguments(type(cls.__name__, (cls,), names), dest="config")
-    return vars(parser.parse_args(args).config)
+    default: Any = None if {"-h", "--help"} & {*args} else argparse.SUPPRESS  # only the help is to show the defaults
+    parser.add_arguments(cls, dest="config", default=default)
+    return getattr(parser.parse_args(args), "config", {})
 
 
-def file_args(path: Path, option: str) -> list[str]:
-    """The options of a YAML file as command-line arguments. All values are read as text: the parser knows better
-    than YAML that 1e-3 is a number. Raises ConfigError, also for an unknown option or a value of the wrong type."""
+def read_options(path: Path, option: str) -> dict:
+    """The options that a YAML file gives, by name. All values are read as text: the parser knows better than YAML that
+    1e-3 is a number. Raises ConfigError, also for an unknown option or a value of the wrong type."""
+    source = f"{option} {path}: "
     try:
         root = yaml.compose(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{option}: cannot read {path}: {error}") from None
     if root and not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{option} {path}: expected lines of `option: value`")
-    types, args, given = {f.name: str(f.type) for f in fields(TrainConfig)}, [], set()
+        raise ConfigError(f"{source}expected lines of `option: value`")
+    lists = [option.name for option in fields(TrainConfig) if "tuple" in str(option.type)]
+    args: dict[str, list[str]] = {}
     for key, node in root.value if root else ():
-        name, kind = str(key.value), types.get(str(key.value), "")
-        if name in given or name == "config_path":
-            raise ConfigError(f"{option} {path}: {name} is given twice, or is no option for a file")
-        given.add(name)
-        is_list = isinstance(node, yaml.SequenceNode) and "tuple" in kind
+        name, is_list = key.value, isinstance(node, yaml.SequenceNode) and key.value in lists
         items = node.value if is_list else [node]
         if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
-            raise ConfigError(f"{option} {path}: line {key.start_mark.line + 1}: {name}: expected one value")
-        texts = ["None" if item.tag.endswith(":null") and kind != str(str) else item.value for item in items]
-        args += [f"--{name}", *texts] if is_list else [f"--{name}={texts[0]}"]
-    parse(TrainConfig, args, source=f"{option} {path}: ")
-    if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - given):
-        raise ConfigError(f"{option} {path}: is damaged, it lacks {', '.join(sorted(missing))}")
-    return args
+            raise ConfigError(f"{source}line {key.start_mark.line + 1}: {name}: expected one value")
+        if name in args or name == "config_path":
+            raise ConfigError(f"{source}{name} is given twice, or is no option for a file")
+        texts = ["None" if item.tag.endswith(":null") else item.value for item in items]
+        args[name] = [f"--{name}", *texts] if is_list else [f"--{name}={texts[0]}"]
+    if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - args.keys()):
+        raise ConfigError(f"{source}is damaged, it lacks {', '.join(sorted(missing))}")
+    return parse(TrainConfig, sum(args.values(), []), source)
 
 
 def launcher_args() -> list[str]:
@@ -114,61 +112,60 @@ def newest_run(name: str, root_dir: str) -> Path | None:
 
 def find_run(option: str, name: str, root_dir: str) -> Path:
     """The run directory with this path or name, or the newest with this name behind a timestamp. Raises ConfigError."""
-    named = [path for path in (Path(root_dir) / name, Path(name)) if path.is_dir()]
-    run_dir = named[0] if named else newest_run(name, root_dir)
-    if run_dir is None or not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
-    if not named:
+    for path in (Path(root_dir) / name, Path(name)):
+        if (path / "config.yaml").is_file():
+            return path
+    if run_dir := newest_run(name, root_dir):
         say(f"{option} {name}: {run_dir} is the newest run of that name")
-    return run_dir
-
-
-def resume_options(run_dir: Path, args: list[str]) -> dict:
-    """The options of a run with those of `args` over them; what changes is printed. Ends the process where the run is
-    finished. Raises ConfigError for a change that a resume cannot make."""
-    own_args = file_args(run_dir / "config.yaml", "config of the run")
-    before, values = parse(TrainConfig, own_args), parse(TrainConfig, own_args + args)
-    if Path(values["out_dir"]).name == Path(before["out_dir"]).name:  # --resume auto --out_dir FOLDER/NAME
-        values["out_dir"] = before["out_dir"]
-    changed = {k: f"--{k} {v}" for k, v in values.items() if v != before[k] and k not in ("resume", "config_path")}
-    for name in changed.keys() & {*FIXED_ON_RESUME}:
-        raise ConfigError(f"{changed[name]}: a resume cannot change it; {run_dir} was trained with {before[name]}")
-    if (run_dir / "model.pt").exists() and not changed.keys() & {*LENGTH}:
-        message = f"{run_dir} is finished; for a new run give another --out_dir"
-        if changed := [name for name in changed if name not in {f.name for f in fields(MachineConfig)}]:
-            raise ConfigError(f"--{', --'.join(changed)} given, but {message}")
-        say(f"nothing to do: {message}")
-        sys.exit(0)
-    say("\n".join(f"{changed[name]} instead of {before[name]}" for name in changed))
-    return values | {"resume": str(run_dir)}
-
-
-def parse_train(argv: list[str]) -> TrainConfig:
-    """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
-    args = launcher_args() + argv
-    values = parse(TrainConfig, args)
-    if sum(arg.startswith("--config_path") for arg in argv) > 1:
-        raise ConfigError("--config_path: give all files behind one, the later wins")
-    if paths := [Path(path) for path in values["config_path"] or () if path is not None]:
-        args = [arg for path in paths for arg in file_args(path, "--config_path")] + args
-        values = parse(TrainConfig, args)
-    run_dir, root_dir = values["resume"], values["root_dir"]
-    if run_dir == "auto":
-        run_dir = newest_run(values["out_dir"], root_dir)
-    elif run_dir is not None:  # also ""
-        run_dir = find_run("--resume", run_dir, root_dir)
-    return TrainConfig(**(resume_options(run_dir, args) if run_dir else values | {"resume": None}))
-
-
-def parse_test(argv: list[str]) -> TestConfig:
-    """The command line of test.py; `out_dir` becomes the path of the run. Raises ConfigError."""
-    values = parse(TestConfig, launcher_args() + argv)
-    return TestConfig(**(values | {"out_dir": str(find_run("--out_dir", values["out_dir"], values["root_dir"]))}))
+        return run_dir
+    raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
 
 
 def read_config(run_dir: Path) -> TrainConfig:
     """The config that a run was trained with. Raises ConfigError where it is damaged."""
-    return TrainConfig(**parse(TrainConfig, file_args(run_dir / "config.yaml", "config of the run")))
+    return TrainConfig(**read_options(run_dir / "config.yaml", "config of the run"))
+
+
+def resume(run_dir: Path, given: dict) -> TrainConfig:
+    """The config of a run with the given options over it; what changes is printed. Ends the process where the run is
+    finished. Raises ConfigError for a change that a resume cannot make."""
+    before = replace(read_config(run_dir), resume=str(run_dir), config_path=given.get("config_path"))
+    config = replace(before, **given | {"resume": str(run_dir)})
+    if Path(config.out_dir).name == Path(before.out_dir).name:  # --resume auto --out_dir FOLDER/NAME
+        config = replace(config, out_dir=before.out_dir)
+    old, new = vars(before), vars(config)
+    changed = [name for name in new if new[name] != old[name]]
+    for name in {*changed} & {*FIXED_ON_RESUME}:
+        raise ConfigError(f"--{name} {new[name]}: a resume cannot change it; {run_dir} was trained with {old[name]}")
+    if (run_dir / "model.pt").exists() and not {*changed} & {*LENGTH}:
+        message = f"{run_dir} is finished; for a new run give another --out_dir"
+        if changed := [name for name in changed if name not in MachineConfig.__dataclass_fields__]:
+            raise ConfigError(f"--{', --'.join(changed)} given, but {message}")
+        say(f"nothing to do: {message}")
+        sys.exit(0)
+    for name in changed:
+        say(f"--{name} {new[name]} instead of {old[name]}")
+    return config
+
+
+def parse_train(argv: list[str]) -> TrainConfig:
+    """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
+    if sum(arg.startswith("--config_path") for arg in argv) > 1:
+        raise ConfigError("--config_path: give all files behind one, the later wins")
+    given = parse(TrainConfig, launcher_args() + argv)
+    for path in reversed(given.get("config_path") or ()):  # what is given already wins over it
+        given = read_options(Path(path), "--config_path") | given
+    name, out_dir, root_dir = (given.get(k, getattr(TrainConfig, k)) for k in ("resume", "out_dir", "root_dir"))
+    if name is None:
+        return TrainConfig(**given)
+    run_dir = newest_run(out_dir, root_dir) if name == "auto" else find_run("--resume", name, root_dir)
+    return resume(run_dir, given) if run_dir else TrainConfig(**given | {"resume": None})
+
+
+def parse_test(argv: list[str]) -> TestConfig:
+    """The command line of test.py; `out_dir` becomes the path of the run. Raises ConfigError."""
+    config = TestConfig(**parse(TestConfig, launcher_args() + argv))
+    return replace(config, out_dir=str(find_run("--out_dir", config.out_dir, config.root_dir)))
 
 
 # ---- the process
@@ -181,7 +178,7 @@ def is_local_zero() -> bool:
 
 
 def say(message: str) -> None:
-    if message and is_local_zero():
+    if is_local_zero():
         print(message)
 
 

@@ -94,11 +94,11 @@ class TrainConfig(MachineConfig):
     summary: bool = False  # Print the model's layers and its number of parameters
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TestConfig(MachineConfig):
     """Evaluate a run of train.py; data and model come from the run's config.yaml."""
 
-    out_dir: str  # The run directory; its name without the time means the newest of that name
+    out_dir: str = ""  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     precision: Precision | None = None  # As of train.py; None takes that of the training
