@@ -78,24 +78,23 @@ class ImageDataset(Dataset):
 # ---- exact order and randomness; rarely edited
 
 
-class TrainSampler(Sampler):
+class TrainSampler:
     """The micro-batches of this rank from step `step` of epoch `epoch`, which the loop sets, to the epoch's end. Yields
     keys for MicroBatches: the number of the micro-batch in the whole run, and the sample numbers."""
 
     def __init__(self, num_samples, steps_per_epoch, batch_size, micro_batch_size, rank, world_size, seed):
         self.num_samples, self.steps_per_epoch, self.seed = num_samples, steps_per_epoch, seed
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.starts = range(rank * micro_batch_size, batch_size, world_size * micro_batch_size)  # within a batch
+        self.rank, self.world_size = rank, world_size
         self.epoch, self.step = 0, 0
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {self.epoch}".encode()))
         order = torch.randperm(self.num_samples, generator=generator).numpy()
-        before = self.epoch * self.steps_per_epoch * self.batch_size  # samples of the epochs before
-        for step in range(self.step, self.steps_per_epoch):
-            for start in self.starts:
-                start += step * self.batch_size
-                yield (before + start) // self.micro_batch_size, order[start : start + self.micro_batch_size]
+        micro_batches = order[: self.steps_per_epoch * self.batch_size].reshape(-1, self.micro_batch_size)
+        first = self.step * self.batch_size // self.micro_batch_size
+        for i in range(first + self.rank, len(micro_batches), self.world_size):
+            yield self.epoch * len(micro_batches) + i, micro_batches[i]
 
 
 def eval_batch_size(micro_batch_size: int) -> int:
