@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 
 def build_datasets(name: str, data_dir: str | None, augment: bool = True) -> dict[str, Dataset]:
@@ -102,18 +102,15 @@ def eval_batch_size(micro_batch_size: int) -> int:
     return max(micro_batch_size, min(4 * micro_batch_size, 256))
 
 
-class EvalSampler(Sampler):
-    """Batches of at most `batch_size` samples (of 2 where it is 1), in order, each sample once. All ranks have
-    equally many, and none is empty, so that nobody waits. Raises ValueError for fewer samples than ranks."""
-
-    def __init__(self, num_samples, batch_size, rank, world_size):
-        if num_samples < world_size:
-            raise ValueError(f"{num_samples} samples are too few to evaluate on {world_size} processes")
-        rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
-        self.batches = np.array_split(np.arange(num_samples), rounds * world_size)[rank::world_size]
-
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        return ((int(batch[0]), batch) for batch in self.batches)
+def eval_batches(num_samples: int, batch_size: int, world_size: int) -> list[list[tuple[int, np.ndarray]]]:
+    """Keys for MicroBatches, a list for each rank: at most `batch_size` samples a key (2 where it is 1), in order, each
+    sample once. All ranks have equally many, and none is empty, so that nobody waits. Raises ValueError for fewer
+    samples than ranks."""
+    if num_samples < world_size:
+        raise ValueError(f"{num_samples} samples are too few to evaluate on {world_size} processes")
+    rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
+    keys = [(int(batch[0]), batch) for batch in np.array_split(np.arange(num_samples), rounds * world_size)]
+    return [keys[rank::world_size] for rank in range(world_size)]
 
 
 class MicroBatches(Dataset):
@@ -149,50 +146,46 @@ def seeder(fabric, tag: str, seed: int) -> Callable[[int], object]:
 
 
 class Loader(DataLoader):
-    """A DataLoader that fetches straight away where it has no workers and pins nothing: 11 of the 300 µs of a small
-    step."""
+    """The batches of a sampler, on the device. Its `config.num_workers` processes end with `resources`; where one does
+    not deliver for `config.timeout` seconds, the loop gets a RuntimeError."""
+
+    def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
+        # Batches of workers come by name: the other way, a worker that is frozen is waited for without a limit.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        super().__init__(
+            MicroBatches(dataset, config.seed),
+            sampler=sampler,
+            batch_size=None,  # a key of the sampler is a whole batch
+            collate_fn=torch.nn.Identity(),  # and collated
+            num_workers=config.num_workers,
+            persistent_workers=config.num_workers > 0,
+            # Else, from Python 3.14 on, a worker would import the main script, which would need a __main__ guard.
+            multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
+            timeout=config.timeout if config.num_workers else 0,
+            pin_memory=fabric.device.type == "cuda",
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # else each iterator draws from the global one
+        )
+        self.fabric = fabric
+        resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
-        is_plain = self.num_workers == 0 and not self.pin_memory
-        return map(self.dataset.__getitem__, self.sampler) if is_plain else super().__iter__()
+        if self.fabric.device.type != "cpu":  # fabric.setup_dataloaders would do the same, and add a sampler of its own
+            return map(self.fabric.to_device, super().__iter__())
+        # To fetch straight away saves 11 of the 300 µs of a small step.
+        return super().__iter__() if self.num_workers else map(self.dataset.__getitem__, self.sampler)
 
-
-def build_loader(fabric, dataset: Dataset, sampler: Sampler, config, resources: ExitStack) -> DataLoader:
-    """A loader of the sampler's batches, on the device. Its `config.num_workers` processes end with `resources`; where
-    one does not deliver for `config.timeout` seconds, the loop gets a RuntimeError."""
-    # Batches of workers come by name: the other way, a worker that is frozen is waited for without a limit.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    loader = Loader(
-        MicroBatches(dataset, config.seed),
-        sampler=sampler,
-        batch_size=None,  # a key of the sampler is a whole batch
-        collate_fn=torch.nn.Identity(),  # and collated
-        num_workers=config.num_workers,
-        persistent_workers=config.num_workers > 0,
-        # Else, from Python 3.14 on, a worker would import the main script, which would need a __main__ guard.
-        multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
-        timeout=config.timeout if config.num_workers else 0,
-        pin_memory=fabric.device.type == "cuda",
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # else each iterator draws from the global one
-    )
-    resources.callback(end_workers, loader)
-    # The sampler knows the devices; to move a batch to the CPU would take 13 µs.
-    return fabric.setup_dataloaders(loader, use_distributed_sampler=False, move_to_device=fabric.device.type != "cpu")
+    def end_workers(self) -> None:
+        """Ends the workers now, also one that is frozen: a traceback that is kept would keep them alive."""
+        if self._iterator is not None:  # of persistent workers
+            self._iterator._shutdown_workers()
+            for worker in self._iterator._workers:
+                worker.kill()
+            for queue in self._iterator._index_queues:  # whose threads were told to end, and not waited for
+                queue._thread.join(timeout=1)
 
 
 def ignore_signals(worker: int) -> None:
     """A signal to the whole process group must not kill the workers before the loop has saved."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-
-
-def end_workers(loader: DataLoader) -> None:
-    """Ends the workers now, also one that is frozen: a traceback that is kept would keep them alive."""
-    if loader._iterator is not None:  # of persistent workers
-        loader._iterator._shutdown_workers()
-        for worker in loader._iterator._workers:
-            worker.kill()
-        for queue in loader._iterator._index_queues:  # whose threads were told to end, and not waited for
-            queue._thread.join(timeout=1)
-        loader._iterator = None

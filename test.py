@@ -26,7 +26,7 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 import utils
-from data import EvalSampler, build_datasets, build_loader, eval_batch_size
+from data import Loader, build_datasets, eval_batch_size, eval_batches
 from loggers import atomically, format_row, numbers
 from rundir import checkpoints_of, load, skeleton
 from train import build_fabric, build_metrics, build_model, validate
@@ -63,9 +63,9 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     print(f"confusion matrix {path}")
 
 
-def test(fabric: Fabric, config, train_config, dataset: Dataset, samplers: list, path: Path, resources) -> int:
+def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list], path: Path, resources) -> int:
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
-    loader = build_loader(fabric, dataset, samplers[fabric.global_rank], train_config, resources)
+    loader = Loader(fabric, dataset, keys[fabric.global_rank], train_config, resources)
     model, weights = build_model(train_config, dataset), load(path)
     model.load_state_dict(weights.get("model", weights))
     metrics = build_metrics(train_config, dataset)
@@ -86,8 +86,8 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, samplers: list,
     for name, value in numbers(results).items():
         print(f"{name} {value:.5g}")
     if config.predictions:
-        samples = np.concatenate([batch for sampler in samplers for batch in sampler.batches]).tolist()
-        rows = [*zip(samples, *results.pop("rows").T.tolist(), strict=True)]
+        samples = np.concatenate([indices for rank_keys in keys for _, indices in rank_keys])
+        rows = [*zip(samples.tolist(), *results.pop("rows").T.tolist(), strict=True)]
         write_predictions(rows, results, stem, run_dir)
     report = {"checkpoint": str(path), "step": weights.get("step"), "precision": config.precision}
     report |= {"split": config.split, "num_samples": len(dataset)}
@@ -123,8 +123,8 @@ def main(config: TestConfig) -> int:
         raise ConfigError("--predictions: are of classes, and the dataset has no num_classes")
     size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
     with blame(config, "split", "devices"):
-        samplers = [EvalSampler(len(dataset), size, rank, fabric.world_size) for rank in range(fabric.world_size)]
-    return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, samplers, path))
+        keys = eval_batches(len(dataset), size, fabric.world_size)
+    return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path))
 
 
 if __name__ == "__main__":

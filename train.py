@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import utils
-from data import EvalSampler, TrainSampler, build_datasets, build_loader, eval_batch_size, seeder
+from data import Loader, TrainSampler, build_datasets, eval_batch_size, eval_batches, seeder
 from loggers import Console, numbers
 from model import Model
 from rundir import RunDir
@@ -66,7 +66,7 @@ def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int,
 
 
 @torch.no_grad()
-def validate(fabric: Fabric, config, model: nn.Module, loader: DataLoader, metrics, batches: int | None = None) -> dict:
+def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, batches: int | None = None) -> dict:
     """The means of what compute_loss returns, and the metrics, over all samples or so many `batches` of each rank."""
     model.eval()
     metrics.reset()
@@ -126,11 +126,11 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- data
     sizes = (len(train_set), steps_per_epoch, batch_size, micro_batch_size)
     train_sampler = TrainSampler(*sizes, rank, world_size, config.seed)
-    train_loader = build_loader(fabric, train_set, train_sampler, config, resources)
+    train_loader = Loader(fabric, train_set, train_sampler, config, resources)
     val_samples = min(len(val_set), batch_size * limit(math.ceil(len(val_set) / batch_size), config.limit_val_batches))
     with blame(config, "limit_val_batches", "devices"):
-        sampler = EvalSampler(val_samples, eval_batch_size(micro_batch_size), rank, world_size) if val_samples else []
-    val_loader = build_loader(fabric, val_set, sampler, config, resources)
+        val_keys = eval_batches(val_samples, eval_batch_size(micro_batch_size), world_size)[rank] if val_samples else []
+    val_loader = Loader(fabric, val_set, val_keys, config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
     names = ["train/loss"]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import TrainConfig  # noqa: E402
-from data import TrainSampler, build_loader  # noqa: E402
+from data import Loader, TrainSampler  # noqa: E402
 
 BATCH_SIZE, PICTURES = 64, 640
 
@@ -76,7 +76,7 @@ if __name__ == "__main__":
                 with ExitStack() as resources:
                     sampler = TrainSampler(n, n // BATCH_SIZE, BATCH_SIZE, BATCH_SIZE, 0, 1, 0)
                     config = TrainConfig(num_workers=workers)
-                    own = build_loader(fabric, dataset, sampler, config, resources)
+                    own = Loader(fabric, dataset, sampler, config, resources)
                     torchs = DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers,
                                         persistent_workers=workers > 0)  # fmt: skip
                     loaders, best = {"template": own, "torch": torchs}, {}

@@ -201,7 +201,7 @@ def main(peer: str, work: str) -> None:
         plain = data.ImageDataset(images, targets, num_classes=10)
         sampler = Epochs(len(images), len(images) // batch_size, batch_size, batch_size, 0, 1, 0)
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = data.build_loader(fabric, plain, sampler, TrainConfig(), ExitStack())
+        loader = data.Loader(fabric, plain, sampler, TrainConfig(), ExitStack())
     else:
         loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
     if name == "limit":

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import run  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
-from data import TrainSampler, build_loader  # noqa: E402
+from data import Loader, TrainSampler  # noqa: E402
 from rundir import RunDir  # noqa: E402
 
 
@@ -75,7 +75,7 @@ def first_batch(samples: int) -> None:
 def private_mb_of_a_worker(samples: int) -> tuple[float]:
     """Memory that a data worker has for itself alone, in the middle of an epoch."""
     fabric, config = Fabric(accelerator="cpu", devices=1), TrainConfig(num_workers=2)
-    batches = iter(build_loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()))
+    batches = iter(Loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()))
     for _ in range(100):
         next(batches)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 
 from config import TrainConfig
-from data import EvalSampler, ImageDataset, MicroBatches, TrainSampler, build_datasets, build_loader
+from data import ImageDataset, Loader, MicroBatches, TrainSampler, build_datasets, eval_batches
 
 SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -87,8 +87,8 @@ def test_micro_batches_are_numbered_through_all_epochs():
 def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
     """All ranks have equally many batches, none of them empty or padded."""
     for samples in (*range(world_size, 50), 103, 1000):
-        ranks = [[indices.tolist() for _, indices in EvalSampler(samples, batch_size, rank, world_size)]
-                 for rank in range(world_size)]  # fmt: skip
+        ranks = [[indices.tolist() for _, indices in keys] for keys in eval_batches(samples, batch_size, world_size)]
+        assert len(ranks) == world_size
         assert len({len(batches) for batches in ranks}) == 1
         sizes = [len(batch) for batches in ranks for batch in batches]
         assert 0 < min(sizes) <= max(sizes) <= max(batch_size, 2), f"{samples} samples"
@@ -97,7 +97,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
 
 def test_fewer_samples_than_processes_are_refused():
     with pytest.raises(ValueError, match="2 samples are too few to evaluate on 3 processes"):
-        EvalSampler(2, 16, 0, 3)
+        eval_batches(2, 16, 3)
 
 
 # ---- the datasets of the template
@@ -202,7 +202,7 @@ def load(dataset: Dataset, num_workers=0, epochs=(0,), world_size=1, micro=5, se
     for rank in range(world_size):
         with ExitStack() as resources:
             sampler = TrainSampler(len(dataset), len(dataset) // 20, 20, micro, rank, world_size, seed)
-            loader = build_loader(FABRIC, dataset, sampler, config, resources)
+            loader = Loader(FABRIC, dataset, sampler, config, resources)
             for epoch in epochs:
                 sampler.epoch = epoch
                 for batch in loader:
@@ -241,10 +241,10 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
     dataset, config = pictures(), TrainConfig()
     expected = load(dataset)
     with ExitStack() as resources:
-        loader = build_loader(FABRIC, dataset, TrainSampler(40, 2, 20, 5, 0, 1, 42), config, resources)
+        loader = Loader(FABRIC, dataset, TrainSampler(40, 2, 20, 5, 0, 1, 42), config, resources)
         found = {}
         for images, targets in loader:
-            other = build_loader(FABRIC, dataset, EvalSampler(40, 16, 0, 1), config, resources)
+            other = Loader(FABRIC, dataset, eval_batches(40, 16, 1)[0], config, resources)
             assert sum(len(targets) for _, targets in other) == 40
             found |= {(0, int(t)): x.tolist() for x, t in zip(images, targets, strict=True)}
     assert found == expected
@@ -281,7 +281,7 @@ def test_batches_are_what_the_dataset_gives():
 def test_loading_leaves_the_global_generator_alone():
     """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
     with ExitStack() as resources:
-        loader = build_loader(FABRIC, pictures(), EvalSampler(40, 5, 0, 1), TrainConfig(num_workers=1), resources)
+        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, 1)[0], TrainConfig(num_workers=1), resources)
         torch.manual_seed(0)
         before = torch.get_rng_state()
         assert len(list(loader)) == 8

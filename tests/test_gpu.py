@@ -154,7 +154,7 @@ def test_batches_come_from_pinned_memory(tmp_path):
     for workers in (0, 1):
         program = replaced(tmp_path / f"program{workers}", "utils.py", "batch = next(batches)", told)
         # Before they are moved to the device.
-        replaced(program, "data.py", 'move_to_device=fabric.device.type != "cpu"', "move_to_device=False")
+        replaced(program, "data.py", "map(self.fabric.to_device, super().__iter__())", "super().__iter__()")
         replaced(program, "train.py", "images, targets = batch", "images, targets = (t.cuda() for t in batch)")
         done = run(f"{program}/{SHORT} --num_workers {workers} --max_steps 2 --out_dir {workers}", tmp_path)
         assert done.stdout.count("pinned [True, True]") == 2

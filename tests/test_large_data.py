@@ -106,7 +106,7 @@ def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0
     sampler.epoch, sampler.step = epoch, step
     with ExitStack() as resources:
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = data.build_loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
+        loader = data.Loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
         return [(images.tolist(), targets.tolist()) for images, targets in loader]
 
 
