@@ -99,22 +99,16 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
 
 def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
-    run_dir = Path(config.out_dir)
+    run_dir, name = Path(config.out_dir), config.checkpoint
     train_config = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
     precision, data_dir = config.precision or train_config.precision, config.data_dir or train_config.data_dir
     config = replace(config, precision=precision, data_dir=data_dir)
-    folder = run_dir / "checkpoints"
-    if config.checkpoint == "best":
-        found = [folder / "best.ckpt"]
-    elif config.checkpoint == "last":
-        found = checkpoints_of(run_dir)  # reads best.ckpt whole
-    else:
-        found = [path for path in (folder / config.checkpoint, Path(config.checkpoint)) if path.is_file()]
-    path = next(iter(found), folder / config.checkpoint)
-    if not path.is_file():
-        raise ConfigError(f"--checkpoint {config.checkpoint}: {path} does not exist; `last` or another file may do")
-    if not skeleton(path):
-        raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; `last` or another file may do")
+    paths = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
+    paths = checkpoints_of(run_dir) if name == "last" else [path for path in paths if path.is_file()]
+    if not paths:
+        raise ConfigError(f"--checkpoint {name}: not found, also not in {run_dir}; `last` or another file may do")
+    if not skeleton(paths[0]):
+        raise RunError(f"--checkpoint {name}: {paths[0]} is damaged; `last` or another file may do")
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)
     with blame(config, "data_dir"):
@@ -124,7 +118,7 @@ def main(config: TestConfig) -> int:
     size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
     with blame(config, "split", "devices"):
         keys = eval_batches(len(dataset), size, fabric.world_size)
-    return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path))
+    return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, paths[0]))
 
 
 if __name__ == "__main__":
