@@ -124,9 +124,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     patience = config.early_stopping_patience or math.inf
 
     # ---- data
-    sizes = (len(train_set), steps_per_epoch, batch_size, micro_batch_size)
-    train_sampler = TrainSampler(*sizes, rank, world_size, config.seed)
-    train_loader = Loader(fabric, train_set, train_sampler, config, resources)
+    sampler = TrainSampler(len(train_set), steps_per_epoch, batch_size, micro_batch_size, rank, world_size, config.seed)
+    train_loader = Loader(fabric, train_set, sampler, config, resources)
     val_samples = min(len(val_set), batch_size * limit(math.ceil(len(val_set) / batch_size), config.limit_val_batches))
     with blame(config, "limit_val_batches", "devices"):
         val_keys = eval_batches(val_samples, eval_batch_size(micro_batch_size), world_size)[rank] if val_samples else []
@@ -161,7 +160,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     model.train()
     for step in range(first_step, last_step + 1):
         if step == first_step or (step - 1) % steps_per_epoch == 0:
-            train_sampler.epoch, train_sampler.step = divmod(step - 1, steps_per_epoch)
+            sampler.epoch, sampler.step = divmod(step - 1, steps_per_epoch)
             batches = iter(train_loader)  # one per epoch: workers do not run ahead into the next
         lr = learning_rate(config, peak_lr, step, total_steps, steps_per_epoch)
         for group in optimizer.param_groups:

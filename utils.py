@@ -4,7 +4,6 @@ metric, a batch or a key of `state`."""
 import ctypes
 import logging
 import os
-import platform
 import signal
 import sys
 import threading
@@ -81,7 +80,7 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
 
 def differing_rank(fabric: Fabric, value) -> str | None:
     """Names a process, with its machine, whose value is not that of rank 0; None where all agree."""
-    found = [(value, platform.node())] * fabric.world_size
+    found = [(value, os.uname().nodename)] * fabric.world_size
     if dist.is_initialized():
         dist.all_gather_object(found, found[0])
     return next((f"rank {i} on {host}" for i, (other, host) in enumerate(found) if other != found[0][0]), None)
@@ -106,8 +105,8 @@ class StopSignals:
     the process at once. Several processes ask each other about once a second: gloo may take 1 ms to answer."""
 
     def __init__(self, timeout: float, resources: ExitStack):
-        self.received, self.group = 0, None
-        self.steps, self.interval, self.asked = 0, 1, time.monotonic()  # since the ranks last asked each other
+        self.received, self.group, self.interval = 0, None, 1
+        self.steps, self.asked = 0, time.monotonic()  # since the ranks last asked each other
         if dist.is_initialized():  # on the CPU, so that to ask never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.handlers = resources.enter_context(ExitStack())  # sets those from before, when it is closed
@@ -131,7 +130,7 @@ class StopSignals:
         answer = torch.tensor([self.received, time.monotonic() - self.asked])
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
         received, seconds = answer.tolist()
-        self.interval = max(1, min(int(self.steps / max(seconds, 1e-6)), 2 * self.steps))
+        self.interval = max(1, int(self.steps / max(seconds, 0.5)))  # at most twice as long as before
         self.steps, self.asked = 0, time.monotonic()
         return received > 0
 
@@ -230,6 +229,5 @@ def memory(state: dict, device: torch.device) -> str:
     weights, states = (sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) / 1e6
                        for tree in (weights, states))  # fmt: skip
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
-    is_cuda = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if is_cuda else unit * getrusage(RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else unit * getrusage(RUSAGE_SELF).ru_maxrss
     return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak / 1e6:.4g} MB"
