@@ -10,7 +10,6 @@ from config import ConfigError, RunError, TestConfig, blame
 if __name__ == "__main__":
     CONFIG = cli.options(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
 
-import csv
 import json
 from dataclasses import replace
 from functools import partial
@@ -42,9 +41,9 @@ class Predictions(CatMetric):
 
 def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path) -> None:
     """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
-    table = [[sample, int(target), int(prediction), p] for sample, target, prediction, p in sorted(rows)]
+    table, header = np.reshape(sorted(rows), (-1, 4)), "sample,target,prediction,confidence"
     with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
-        csv.writer(file).writerows([["sample", "target", "prediction", "confidence"], *table])
+        np.savetxt(file, table, "%d,%d,%d,%.9g", header=header, comments="")
     print(f"predictions {path}")
     if not find_spec("matplotlib"):
         print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
