@@ -97,17 +97,13 @@ class TrainSampler:
             yield self.epoch * len(micro_batches) + i, micro_batches[i]
 
 
-def eval_batch_size(micro_batch_size: int) -> int:
-    """Samples per forward pass of an evaluation, which keeps nothing for a backward pass and has room for more."""
-    return max(micro_batch_size, min(4 * micro_batch_size, 256))
-
-
-def eval_batches(num_samples: int, batch_size: int, world_size: int) -> list[list[tuple[int, np.ndarray]]]:
-    """Keys for MicroBatches, a list for each rank: at most `batch_size` samples a key (2 where it is 1), in order, each
-    sample once. All ranks have equally many, and none is empty, so that nobody waits. Raises ValueError for fewer
-    samples than ranks."""
+def eval_batches(num_samples: int, micro_batch_size: int, world_size: int, batch_size: int | None = None) -> list[list]:
+    """Keys for MicroBatches, a list for each rank: in order, each sample once. All ranks have equally many, and none is
+    empty, so that nobody waits. A key has at most `batch_size` samples (2 where it is 1), by default more than a
+    micro-batch: nothing is kept for a backward pass. Raises ValueError for fewer samples than ranks."""
     if num_samples < world_size:
         raise ValueError(f"{num_samples} samples are too few to evaluate on {world_size} processes")
+    batch_size = batch_size or max(micro_batch_size, min(4 * micro_batch_size, 256))
     rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
     keys = [(int(batch[0]), batch) for batch in np.array_split(np.arange(num_samples), rounds * world_size)]
     return [keys[rank::world_size] for rank in range(world_size)]

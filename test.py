@@ -25,7 +25,7 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 import utils
-from data import Loader, build_datasets, eval_batch_size, eval_batches
+from data import Loader, build_datasets, eval_batches
 from loggers import atomically, format_row, numbers
 from rundir import checkpoints_of, load, skeleton
 from train import build_fabric, build_metrics, build_model, validate
@@ -41,9 +41,9 @@ class Predictions(CatMetric):
 
 def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path) -> None:
     """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
-    table, header = np.reshape(sorted(rows), (-1, 4)), "sample,target,prediction,confidence"
+    table = np.reshape(sorted(rows), (-1, 4))
     with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
-        np.savetxt(file, table, "%d,%d,%d,%.9g", header=header, comments="")
+        np.savetxt(file, table, "%d,%d,%d,%.9g", header="sample,target,prediction,confidence", comments="")
     print(f"predictions {path}")
     if not find_spec("matplotlib"):
         print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
@@ -114,9 +114,9 @@ def main(config: TestConfig) -> int:
         dataset = build_datasets(train_config.dataset, config.data_dir, augment=False)[config.split]
     if config.predictions and not hasattr(dataset, "num_classes"):
         raise ConfigError("--predictions: are of classes, and the dataset has no num_classes")
-    size = config.batch_size or eval_batch_size(train_config.micro_batch_size or train_config.effective_batch_size)
+    micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
     with blame(config, "split", "devices"):
-        keys = eval_batches(len(dataset), size, fabric.world_size)
+        keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
     return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, paths[0]))
 
 

@@ -26,7 +26,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import utils
-from data import Loader, TrainSampler, build_datasets, eval_batch_size, eval_batches, seeder
+from data import Loader, TrainSampler, build_datasets, eval_batches, seeder
 from loggers import Console, numbers
 from model import Model
 from rundir import RunDir
@@ -128,7 +128,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     train_loader = Loader(fabric, train_set, sampler, config, resources)
     val_samples = min(len(val_set), batch_size * limit(math.ceil(len(val_set) / batch_size), config.limit_val_batches))
     with blame(config, "limit_val_batches", "devices"):
-        val_keys = eval_batches(val_samples, eval_batch_size(micro_batch_size), world_size)[rank] if val_samples else []
+        val_keys = eval_batches(val_samples, micro_batch_size, world_size)[rank] if val_samples else []
     val_loader = Loader(fabric, val_set, val_keys, config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written

@@ -87,7 +87,7 @@ def test_micro_batches_are_numbered_through_all_epochs():
 def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
     """All ranks have equally many batches, none of them empty or padded."""
     for samples in (*range(world_size, 50), 103, 1000):
-        ranks = [[indices.tolist() for _, indices in keys] for keys in eval_batches(samples, batch_size, world_size)]
+        ranks = [[indices.tolist() for _, indices in keys] for keys in eval_batches(samples, 1, world_size, batch_size)]
         assert len(ranks) == world_size
         assert len({len(batches) for batches in ranks}) == 1
         sizes = [len(batch) for batches in ranks for batch in batches]
@@ -97,7 +97,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
 
 def test_fewer_samples_than_processes_are_refused():
     with pytest.raises(ValueError, match="2 samples are too few to evaluate on 3 processes"):
-        eval_batches(2, 16, 3)
+        eval_batches(2, 4, 3)
 
 
 # ---- the datasets of the template
@@ -244,7 +244,7 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
         loader = Loader(FABRIC, dataset, TrainSampler(40, 2, 20, 5, 0, 1, 42), config, resources)
         found = {}
         for images, targets in loader:
-            other = Loader(FABRIC, dataset, eval_batches(40, 16, 1)[0], config, resources)
+            other = Loader(FABRIC, dataset, eval_batches(40, 4, 1)[0], config, resources)
             assert sum(len(targets) for _, targets in other) == 40
             found |= {(0, int(t)): x.tolist() for x, t in zip(images, targets, strict=True)}
     assert found == expected
@@ -281,7 +281,7 @@ def test_batches_are_what_the_dataset_gives():
 def test_loading_leaves_the_global_generator_alone():
     """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
     with ExitStack() as resources:
-        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, 1)[0], TrainConfig(num_workers=1), resources)
+        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, 1, 5)[0], TrainConfig(num_workers=1), resources)
         torch.manual_seed(0)
         before = torch.get_rng_state()
         assert len(list(loader)) == 8
