@@ -116,7 +116,7 @@ def test_an_order_that_depends_on_the_training_is_resumed(whole, tmp_path):
     for file, old, new in (
         ("data.py", "{self.seed} {self.epoch}", "{self.seed} {self.epoch}{self.progress}"),
         ("train.py", '"step": 0,', '"step": 0, "progress": "",'),
-        ("train.py", "batches = iter(", 'train_sampler.progress = state["progress"]\n            batches = iter('),
+        ("train.py", "batches = iter(", 'sampler.progress = state["progress"]\n            batches = iter('),
         ("train.py", 'state["step"] = step\n', 'state["step"] = step\n        if step % steps_per_epoch == 0:\n'
          '            state["progress"] = str(sum(p.double().sum().item() for p in model.parameters()))\n'),
     ):  # fmt: skip
