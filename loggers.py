@@ -110,7 +110,7 @@ class Console:
 class CSVLogger:
     """A row per logged step, written at once. (Fabric's own deletes the file of a run that is resumed.)"""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
+    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         self.path, rows = run_dir / "logs" / "csv" / "metrics.csv", []
         self.path.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError), open(self.path, newline="", errors="replace") as file:
@@ -131,11 +131,9 @@ class CSVLogger:
             file.seek(0, os.SEEK_END)
             csv.DictWriter(file, self.columns).writerow({"step": step, **row})
 
-    def close(self) -> None: ...
-
 
 class TensorBoardLogger:
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
+    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -145,7 +143,7 @@ class TensorBoardLogger:
             for number, file in enumerate(files):
                 file.rename(file.with_name(re.sub(r"\d+", f"{number:010d}", file.name, count=1)))
         self.writer = SummaryWriter(folder, purge_step=last_step + 1)
-        self.close = self.writer.file_writer.close  # waits for the writer's thread, even where that has failed
+        resources.callback(self.writer.file_writer.close)  # waits for its thread, even where that has failed
         options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
         # SummaryWriter.add_hparams would make a run of its own. Without the first, TensorBoard finds what differs.
         for summary in hparams(options, {})[1:]:
@@ -161,12 +159,13 @@ class WandbLogger:
     """Weights & Biases, under the name of the run directory; offline without a key. It drops the rows that it has. Its
     exceptions are ignored: a signal to all processes ends its own, too, and the run must still be saved."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
+    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         self.run = wandb.init(mode=mode, project=config.project, name=run_dir.name, id=run_dir.name, resume="allow",
                               notes=config.comment, dir=run_dir / "logs", config=asdict(config))  # fmt: skip
+        resources.callback(self.close)
 
     def log(self, row: dict, step: int) -> None:
         with suppress(Exception):
@@ -177,10 +176,10 @@ class WandbLogger:
             self.run.finish()
 
 
-def open_loggers(run_dir: Path, last_step: int, config: TrainConfig) -> list:
-    """The loggers of config.logger_name."""
+def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list:
+    """The loggers of config.logger_name, closed with the resources."""
     classes = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
     for name in config.logger_name:
         if last_step and not (run_dir / "logs" / name).exists():
             print(f"--logger_name {name}: is new in this run, and has no steps up to {last_step}")
-    return [classes[name](run_dir, last_step, config) for name in {*config.logger_name}]
+    return [classes[name](run_dir, last_step, config, resources) for name in {*config.logger_name}]

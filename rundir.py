@@ -149,7 +149,7 @@ class RunDir:
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
-        self.loggers = open_loggers(self.path, step, self.config)
+        self.loggers = open_loggers(self.path, step, self.config, self.resources)
         self.resources.push(self.close)
 
     def make(self) -> Path:
@@ -234,9 +234,6 @@ class RunDir:
     def close(self, kind, error: BaseException | None, trace) -> None:
         if error and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
-        # The first error is the one to tell.
-        with suppress(*[Exception] if error else []), ExitStack() as last:
-            for logger in self.loggers:
-                last.callback(logger.close)  # also where another one fails
-            if self.summary["state"] != "finished":
+        if self.summary["state"] != "finished":
+            with suppress(*[Exception] if error else []):  # the first error is the one to tell
                 self.write_summary("failed" if isinstance(error, Exception) else "interrupted")

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -165,12 +166,12 @@ def test_starts_in_the_same_second_are_one_history(tmp_path):
     run = tmp_path / "run"
     (run / "provenance").mkdir(parents=True)
     fabric = Fabric(accelerator="cpu")
-    TensorBoardLogger(tmp_path, 0, TrainConfig()).close()  # the import takes a second
+    with ExitStack() as resources:
+        TensorBoardLogger(tmp_path, 0, TrainConfig(), resources)  # the import takes a second
     wait_for(lambda: 0.5 < time.time() % 1 < 0.6)
     for step in range(1, 13):  # the last part of a file's name is a number that goes to 12
-        logger = TensorBoardLogger(run, step - 1, TrainConfig())
-        logger.log({"train/loss": 1 / step}, step)
-        logger.close()
+        with ExitStack() as resources:
+            TensorBoardLogger(run, step - 1, TrainConfig(), resources).log({"train/loss": 1 / step}, step)
         write_provenance(run, fabric)
     assert [event.step for event in read_tensorboard(run).Scalars("train/loss")] == [*range(1, 13)]
     texts = [path.read_text() for path in (run / "provenance").iterdir()]
