@@ -12,6 +12,7 @@ import time
 import zipfile
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ class RunDir:
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
         self.fabric, self.config, self.state, self.resources = fabric, config, state, resources
-        self.path, self.loggers, self.damaged, self.began, self.origin = None, [], [], time.monotonic(), ""
+        self.path, self.loggers, self.began, self.origin = None, [], time.monotonic(), ""
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}
@@ -92,27 +93,26 @@ class RunDir:
             print(f"{self.path} cannot be locked ({error.strerror}): make sure that no other process resumes it")
 
     def choose_checkpoint(self) -> Path | None:
-        """The whole checkpoint with the highest step; None in a run that never had one."""
+        """The whole checkpoint with the highest step, and puts damaged ones aside; None in a run that never had one."""
         self.take_lock()
-        with suppress(Exception):  # there is none yet, or it is damaged
-            found = json.loads((self.path / "summary.json").read_text())
-            self.summary |= {"seconds": float(found["seconds"]), "last": numbers(found["last"])}
-            self.summary["checkpoint"] = found["checkpoint"]
-        for path in checkpoints_of(self.path):
-            if (step := step_of(path)) >= 0:
-                self.summary["checkpoint"] = step
-                return path
-            print(f"skipped {path}: it is damaged", file=sys.stderr)
-            self.damaged.append(path)
-        if self.damaged or "checkpoint" in self.summary:
+        found, summary = checkpoints_of(self.path), self.path / "summary.json"
+        damaged = [*takewhile(lambda path: step_of(path) < 0, found)]
+        had_one = found or (summary.exists() and b'"checkpoint":' in summary.read_bytes())
+        if had_one and damaged == found:
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
-        return None
+        for path in damaged:
+            print(f"skipped {path}: it is damaged", file=sys.stderr)
+            path.rename(f"{path}.damaged")
+        return found[len(damaged)] if found else None
 
     def restore(self, path: Path) -> None:
         """Restores `state`. Entries that the checkpoint lacks keep their initial values."""
         if odd := differing_rank(self.fabric, path.stat().st_size if path.exists() else None):
             raise ConfigError(f"--resume: {odd} does not see {path} as rank 0 does; {SHARED}")
         saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, an optimizer would go on using the file
+        about = saved["checkpoint"]
+        self.summary |= json.loads(about.get("summary", "{}")) | {"checkpoint": about["step"]}
+        self.began -= self.summary["seconds"]
         for name in [name for name in self.state if name in saved]:
             current, value = self.state[name], saved[name]
             if not hasattr(current, "state_dict"):
@@ -121,7 +121,7 @@ class RunDir:
             elif value != {}:  # of a precision without a scaler, whose state a scaler cannot load
                 current.load_state_dict(value)
         for name, now in self.settings.items():
-            optimizer, then = self.state[name], saved["checkpoint"]["settings"].get(name, now)
+            optimizer, then = self.state[name], about["settings"].get(name, now)
             for group, new, old in zip(optimizer.param_groups, now, then, strict=False):
                 group |= {key: setting for key, setting in new.items() if old.get(key) != setting}
             optimizer.load_state_dict(optimizer.state_dict())  # a fused one has its steps on the device
@@ -142,8 +142,6 @@ class RunDir:
         # First goes what marks the end of a run that now goes on, and what a kill has left half written.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
             path.unlink(missing_ok=True)
-        for path in self.damaged:
-            path.rename(f"{path}.damaged")
         with atomically(self.path / "config.yaml") as file:
             file.write(to_yaml(self.config))
         for name in ("checkpoints", "logs", "provenance"):
@@ -175,8 +173,7 @@ class RunDir:
     def write_summary(self, state: str) -> None:
         """Writes summary.json; `state` is running, finished, interrupted or failed."""
         plain = {name: value for name, value in self.state.items() if type(value) in PLAIN}
-        seconds, self.began = time.monotonic() - self.began, time.monotonic()
-        self.summary |= {"state": state, "seconds": self.summary["seconds"] + seconds}
+        self.summary |= {"state": state, "seconds": time.monotonic() - self.began}
         with atomically(self.path / "summary.json") as file:
             json.dump(plain | self.summary, file, indent=2)
 
@@ -186,8 +183,8 @@ class RunDir:
         finite."""
         is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
         is_saved = is_regular or is_best
-        if self.loggers and (is_saved or time.monotonic() > self.began + 1):  # a validation may take less than to write
-            self.write_summary("running")
+        if self.loggers and (is_saved or time.monotonic() > self.began + self.summary["seconds"] + 1):
+            self.write_summary("running")  # at most once a second: a validation may take less than to write
         if self.config.fast_run or not is_saved:
             return
         check_plain(self.state)
@@ -195,7 +192,7 @@ class RunDir:
         if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
             raise RunError(f"the weights are not finite after step {step}")
         saved = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.state.items()}
-        saved["checkpoint"] = {"step": step, "settings": self.settings}
+        saved["checkpoint"] = {"step": step, "settings": self.settings, "summary": json.dumps(self.summary)}
         if not self.fabric.is_global_zero:
             return
         if self.fabric.device.type != "cpu":  # all copies at once, into pinned memory; then one wait
