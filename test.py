@@ -105,7 +105,7 @@ def main(config: TestConfig) -> int:
     paths = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
     paths = checkpoints_of(run_dir) if name == "last" else [path for path in paths if path.is_file()]
     if not paths:
-        raise ConfigError(f"--checkpoint {name}: not found, also not in {run_dir}; `last` or another file may do")
+        raise ConfigError(f"--checkpoint {name}: no such file, also not in {run_dir}; `last` or another file may do")
     if not skeleton(paths[0]):
         raise RunError(f"--checkpoint {name}: {paths[0]} is damaged; `last` or another file may do")
     fabric = build_fabric(config)

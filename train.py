@@ -204,7 +204,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             if is_best:
                 state["best"], state["best_step"] = value, step
             is_over = is_over or state["bad_validations"] >= patience
-            row |= validated and validated | {"best": state["best"]}
+            row |= validated | {"best": state["best"]}
             console.row({"epoch": step / steps_per_epoch, "step": step} | means | validated | {"lr": lr})
         run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
         console.update({name: row[name] for name in ("train/loss", config.monitor) if name in row})
