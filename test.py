@@ -102,10 +102,10 @@ def main(config: TestConfig) -> int:
     train_config = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
     precision, data_dir = config.precision or train_config.precision, config.data_dir or train_config.data_dir
     config = replace(config, precision=precision, data_dir=data_dir)
-    paths = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
-    paths = checkpoints_of(run_dir) if name == "last" else [path for path in paths if path.is_file()]
+    places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
+    paths = checkpoints_of(run_dir) if name == "last" else [path for path in places if path.is_file()]
     if not paths:
-        raise ConfigError(f"--checkpoint {name}: no such file, also not in {run_dir}; `last` or another file may do")
+        raise ConfigError(f"--checkpoint {name}: neither {places[0]} nor a file of that name; `last` may do")
     if not skeleton(paths[0]):
         raise RunError(f"--checkpoint {name}: {paths[0]} is damaged; `last` or another file may do")
     fabric = build_fabric(config)
