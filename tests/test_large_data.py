@@ -18,6 +18,7 @@ from test_recipes import with_recipe
 
 from config import TrainConfig
 
+pytestmark = pytest.mark.recipes
 NAMES = ["folder", "lines", "mapped", "parquet", "stream"]
 SIZES = {"train": 600, "val": 100, "test": 50}
 RUN = LONG.replace("--epochs 30", "--epochs 12")  # of 8 steps: 96

@@ -40,8 +40,14 @@ ELASTIC = (
     "--rdzv-endpoint host0:29500 --rdzv-conf last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=4"
 )
 
-probe = subprocess.run(["bash", REPO / HOSTS, "true"], capture_output=True, text=True)
-pytestmark = pytest.mark.skipif(probe.returncode != 0, reason=f"no second host: {probe.stderr.strip()[-200:]}")
+pytestmark = pytest.mark.recipes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_hosts() -> None:
+    probe = subprocess.run(["bash", REPO / HOSTS, "true"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        pytest.skip(f"no second host: {probe.stderr.strip()[-200:]}")
 
 
 @pytest.fixture(scope="module")

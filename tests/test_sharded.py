@@ -23,6 +23,7 @@ from test_recipes import with_recipe
 
 from model import Model
 
+pytestmark = pytest.mark.recipes
 # Two epochs of 8 steps, each step four micro-batches, saved every second step.
 RUN = (
     "train.py --accelerator cpu --epochs 2 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 1 "
