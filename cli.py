@@ -40,15 +40,18 @@ def parse(cls: type, args: list[str], source: str = "") -> dict:
                 message = f"unknown option --{unknown[1]}" + (f"; did you mean --{near[0]}?" if near else "")
             raise ConfigError(source + message.removeprefix("argument "))
 
+        def _preprocessing(self, *args, **kwargs):
+            super()._preprocessing(*args, **kwargs)
+            self._action_groups[-1].title = cls.__name__
+            for action in self._actions:  # simple_parsing lets each option that may be None stand without a value
+                if action.nargs == "?" and action.const is None and type(None) in get_args(types.get(action.dest)):
+                    action.nargs, action.metavar = None, str(action.metavar).strip("[]")
+
         def _get_values(self, action, arg_strings):
-            may_be_none = type(None) in get_args(types.get(action.dest))
-            if may_be_none and arg_strings == ["None"]:
-                return None
-            # simple_parsing lets every option that may be None stand without a value, as if it had not been given.
-            is_bare = may_be_none and not arg_strings and action.nargs == "?" and action.const is None
-            if is_bare or arg_strings == ["None"]:
+            if arg_strings != ["None"]:
+                return super()._get_values(action, arg_strings)
+            if type(None) not in get_args(types[action.dest]):
                 raise argparse.ArgumentError(action, "expected a value")
-            return super()._get_values(action, arg_strings)
 
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
     parser = Parser(allow_abbrev=False)

@@ -98,10 +98,12 @@ class TrainConfig(MachineConfig):
 class TestConfig(MachineConfig):
     """Evaluate a run of train.py; data and model come from the run's config.yaml."""
 
-    out_dir: str = ""  # The run directory; its name without the time means the newest of that name
+    out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
-    precision: Precision | None = None  # As of train.py; None takes that of the training
+    precision: Precision | None = field(
+        default=None, metavar="PRECISION"
+    )  # As of train.py; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
     predictions: bool = False  # Write predictions_*.csv and, with matplotlib, confusion_matrix_*.png into the run
 
