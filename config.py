@@ -101,9 +101,7 @@ class TestConfig(MachineConfig):
     out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
-    precision: Precision | None = field(
-        default=None, metavar="PRECISION"
-    )  # As of train.py; None takes that of the training
+    precision: Precision | None = field(default=None, metavar="str")  # As of train.py; None takes that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
     predictions: bool = False  # Write predictions_*.csv and, with matplotlib, confusion_matrix_*.png into the run
 

@@ -131,7 +131,6 @@ def test_several_mistakes_are_named_together(tmp_path: Path):
 @pytest.mark.parametrize(
     "options, option",
     [
-        ("", "--out_dir"),
         ("--out_dir", "--out_dir"),
         ("--out_dir train_out --epochs 3", "--epochs"),
         ("--out_dir train_out --split all", "--split"),

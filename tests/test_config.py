@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, run
 
-from cli import parse_train, read_config
+from cli import parse_test, parse_train, read_config
 from config import ConfigError, TrainConfig, is_due, limit, mode_of, scale_lr, split_batch, to_yaml
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 
@@ -341,6 +341,13 @@ def test_resume_of_a_name_means_its_newest_run_and_says_which(capsys):
     make_run("20260102-000000-x")
     assert train("--resume x").resume == "20260102-000000-x"
     assert "20260102-000000-x is the newest run of that name" in capsys.readouterr().out
+
+
+def test_test_py_without_options_takes_the_newest_run_of_the_default_name(capsys):
+    for name in ("20260101-000000-train_out", "20260102-000000-train_out", "20260103-000000-x"):
+        make_run(name)
+    assert parse_test([]).out_dir == "20260102-000000-train_out"
+    assert "20260102-000000-train_out is the newest run of that name" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_its_name():
