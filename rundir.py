@@ -192,7 +192,8 @@ class RunDir:
         if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
             raise RunError(f"the weights are not finite after step {step}")
         saved = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.state.items()}
-        saved["checkpoint"] = {"step": step, "settings": self.settings, "summary": json.dumps(self.summary)}
+        so_far = json.dumps({name: self.summary[name] for name in ("seconds", "last")})
+        saved["checkpoint"] = {"step": step, "settings": self.settings, "summary": so_far}
         if not self.fabric.is_global_zero:
             return
         if self.fabric.device.type != "cpu":  # all copies at once, into pinned memory; then one wait
