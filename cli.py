@@ -30,7 +30,7 @@ DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision"
 def parse(cls: type, args: list[str], source: str = "") -> dict:
     """The options of TrainConfig or TestConfig that are given in `args`, by name. Only names and types are checked:
     raises ConfigError, which begins with `source`, for an unknown option or a value of the wrong type."""
-    types = {f"config.{f.name}": f.type for f in fields(cls)}
+    may_be_none = {f"config.{f.name}" for f in fields(cls) if type(None) in get_args(f.type)}
 
     class Parser(ArgumentParser):
         def error(self, message):
@@ -44,14 +44,13 @@ def parse(cls: type, args: list[str], source: str = "") -> dict:
             super()._preprocessing(*args, **kwargs)
             self._action_groups[-1].title = cls.__name__
             for action in self._actions:  # simple_parsing lets each option that may be None stand without a value
-                if action.nargs == "?" and action.const is None and type(None) in get_args(types.get(action.dest)):
+                if action.nargs == "?" and action.const is None and action.dest in may_be_none:
                     action.nargs, action.metavar = None, str(action.metavar).strip("[]")
 
         def _get_values(self, action, arg_strings):
-            if arg_strings != ["None"]:
-                return super()._get_values(action, arg_strings)
-            if type(None) not in get_args(types[action.dest]):
+            if arg_strings == ["None"] and action.dest not in may_be_none:
                 raise argparse.ArgumentError(action, "expected a value")
+            return None if arg_strings == ["None"] else super()._get_values(action, arg_strings)
 
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
     parser = Parser(allow_abbrev=False)

@@ -40,7 +40,7 @@ def atomically(path: Path, mode: str = "w"):
 def write_provenance(run_dir: Path, fabric: Fabric) -> None:
     """Records the command line, devices, host, packages and git state of this start."""
     packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
-    devices = f"{fabric.world_size} x {fabric.device.type} on {platform.node()}"
+    devices = f"{fabric.world_size} x {fabric.device.type} on {os.uname().nodename}"
     python = f"Python {platform.python_version()} on {platform.platform()}"
     with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "a") as file:
         print(shlex.join([sys.executable, *sys.argv]), devices, python, *packages, sep="\n", file=file, flush=True)

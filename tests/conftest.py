@@ -268,6 +268,11 @@ def snapshot(cwd: Path) -> dict:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cwd.rglob("*") if path.is_file()}
 
 
+def without_locks(cwd: Path) -> dict:
+    """The same without the files that say which process has a run: to ask for a lock changes its time."""
+    return {path: content for path, content in snapshot(cwd).items() if path.name != ".lock"}
+
+
 def copied(cwd: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(cwd, tmp_path / "copy"))
 

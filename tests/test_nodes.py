@@ -20,10 +20,10 @@ from conftest import (
     newest,
     run,
     run_dir,
-    snapshot,
     start,
     truncate,
     wait_for,
+    without_locks,
 )
 
 HOSTS = "recipes/two_hosts.sh"
@@ -62,11 +62,6 @@ def pids(process: subprocess.Popen, host: int) -> list[int]:
     """The processes of a host."""
     name = f"two_hosts_{process.pid}_{host}"
     return [*map(int, subprocess.check_output(["ip", "netns", "pids", name], text=True).split())]
-
-
-def without_locks(folder: Path) -> dict:
-    """All files, but for those that say which process has a run."""
-    return {path: content for path, content in snapshot(folder).items() if path.name != ".lock"}
 
 
 def last_lines(error: str) -> list[str]:

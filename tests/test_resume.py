@@ -28,24 +28,19 @@ from conftest import (
     replaced,
     run,
     run_dir,
+    snapshot,
     start,
     terminate,
     terminate_group,
     terminate_rank_1,
     truncate,
+    without_locks,
 )
-from conftest import snapshot as snapshot_with_lock
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
 from config import TrainConfig
 from rundir import RunDir
-
-
-def snapshot(cwd: Path) -> dict:
-    """Contents and times of all files of the runs, but for the lock."""
-    return {path: content for path, content in snapshot_with_lock(cwd).items() if path.name != ".lock"}
-
 
 # ---- interrupted and resumed
 
@@ -177,19 +172,19 @@ def test_a_finished_run_is_extended_and_lists_what_changed(whole, tmp_path):
 @pytest.mark.parametrize("command", ["train.py --resume RUN", f"{LONG} --resume auto", f"{LONG} --resume auto {ON_2}"])
 def test_resuming_a_finished_run_says_so_and_changes_nothing(whole, tmp_path, command: str):
     cwd = copied(whole, tmp_path)
-    before = snapshot_with_lock(cwd)
+    before = snapshot(cwd)
     done = call(command.replace("RUN", run_dir(cwd).name), cwd)
     (line,) = [line for line in done.stdout.splitlines() if "is finished" in line]
     assert run_dir(cwd).name in line and "--out_dir" in line
-    assert snapshot_with_lock(cwd) == before
+    assert snapshot(cwd) == before
 
 
 def test_resuming_a_finished_run_with_another_training_is_refused(whole, tmp_path):
     cwd = copied(whole, tmp_path)
-    before = snapshot_with_lock(cwd)
+    before = snapshot(cwd)
     error = call(f"{LONG} --resume auto --weight_decay 0.5", cwd, code=2).stderr
     assert re.fullmatch(r"train.py: error: .*--weight_decay .* is finished.* --out_dir\n", error)
-    assert snapshot_with_lock(cwd) == before
+    assert snapshot(cwd) == before
 
 
 def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_path):
@@ -247,11 +242,11 @@ def test_without_a_whole_checkpoint_nothing_is_done_and_nothing_deleted(killed, 
     """It had one once, so it is not begun again."""
     cwd = copied(killed, tmp_path)
     damage(run_dir(cwd) / "checkpoints")
-    before = snapshot(cwd)
+    before = without_locks(cwd)
     error = call("train.py --resume auto", cwd, code=1).stderr
     assert re.fullmatch(r"train.py: error: no checkpoint in \S+ can be read.*", error.splitlines()[-1])
     assert "Traceback" not in error
-    assert snapshot(cwd) == before
+    assert without_locks(cwd) == before
 
 
 def test_every_checkpoint_loads_as_plain_values(whole, killed):
