@@ -16,6 +16,7 @@ from simple_parsing import field
 
 # Without 16-true, in which the second moments of Adam vanish.
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Loggers = tuple[Literal["csv", "tensorboard", "wandb"], ...]
 
 
@@ -31,13 +32,13 @@ class RunError(RuntimeError):
 class MachineConfig:
     """Options of train.py and test.py about where they run."""
 
-    root_dir: str = "."  # Directory that holds the run directories; made if missing
-    data_dir: str | None = None  # Directory of the dataset's files
+    root_dir: str = "."  # Directory that holds the run directories; train.py makes it if missing
+    data_dir: str | None = None  # Directory of the dataset's files; test.py: None takes that of the training
     num_workers: int = 0  # Processes per device that load data; 0, best for data in memory, starts none
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
     num_nodes: int = 1  # Number of machines
-    strategy: str = "auto"  # How several devices work together: ddp, dp, or another name of Fabric's
+    strategy: str = "auto"  # How several devices work together: ddp, dp, ddp_find_unused_parameters_true
     timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
 
     def __post_init__(self):
@@ -47,7 +48,7 @@ class MachineConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(MachineConfig):
-    """Train a model; every option has a default."""
+    """Train a model. Every option has a default; `None` unsets one, as in `--max_grad_norm None`."""
 
     out_dir: str = "train_out"  # Name of the run directory; the time of the start is put before it
     comment: str | None = None  # A note kept with the run: in its config.yaml and in wandb
@@ -59,7 +60,8 @@ class TrainConfig(MachineConfig):
     dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
     width: int = 32  # Channels of the model's first layer
     dropout: float = 0.25  # Probability of dropping a feature before the last layer
-    compile: bool = False  # Compile the model with torch.compile
+    # Compile the model with torch.compile, in its default mode or another: reduce-overhead, max-autotune, ...
+    compile: CompileMode | None = field(default=None, nargs="?", const="default", metavar="[mode]")
     precision: Precision = "32-true"  # Number format of everything (-true), or of the arithmetic alone (-mixed)
 
     effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
@@ -68,20 +70,20 @@ class TrainConfig(MachineConfig):
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
-    lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # How it grows with the effective batch size
+    lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # Scaling of base_lr with the effective batch size
     warmup_epochs: float = 1.0  # Epochs, or a fraction of one, over which the learning rate rises from zero
     lr_schedule: Literal["cosine", "constant"] = "cosine"  # Learning rate after the warm-up
     weight_decay: float = 0.01  # Weight decay of AdamW
-    max_grad_norm: float | None = None  # Clip the gradient's norm to this once per step; None does not clip
+    max_grad_norm: float | None = None  # Maximum norm of the gradient, clipped once per step; None does not clip
     early_stopping_patience: int | None = None  # Stop after so many validations without a better `monitor`
 
-    logger_name: Loggers = field(default=("csv", "tensorboard"), metavar="{csv,tensorboard,wandb}")  # One or more
+    logger_name: Loggers = field(default=("csv", "tensorboard"), metavar="{csv,tensorboard,wandb} [...]")  # One or more
     log_per_epoch: float = 1.0  # Times per epoch that the training loss is logged
     log_interval: int | None = None  # Steps between two logs, instead of log_per_epoch
     val_frequency: float = 1.0  # Epochs between two validations; fractions are allowed
     val_interval: int | None = None  # Steps between two validations, instead of val_frequency
     monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
-    monitor_mode: Literal["max", "min"] | None = field(default=None, metavar="{max,min}")  # What is best; None: by name
+    monitor_mode: Literal["max", "min"] | None = field(default=None, metavar="{max,min}")  # None: told by its name
 
     checkpoint_frequency: float | None = 1.0  # Epochs between two checkpoints; None: only the last, and no best.ckpt
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
@@ -89,8 +91,8 @@ class TrainConfig(MachineConfig):
 
     fast_run: int | None = field(default=None, nargs="?", const=2)  # Try the loop on N (2) batches, write nothing
     limit_train_batches: int | float | None = None  # Effective batches per epoch: a count (5) or a fraction (0.1)
-    limit_val_batches: int | float | None = None  # The same of the validation set; 0 for no validation
-    num_sanity_val_steps: int = 2  # Validation batches before the first step, so that mistakes show at once
+    limit_val_batches: int | float | None = None  # Effective batches per validation; 0: none, then monitor train/loss
+    num_sanity_val_steps: int = 2  # Validation batches before the first step, to show mistakes at once; at least 1 runs
     summary: bool = False  # Print the model's layers and its number of parameters
 
 
@@ -101,8 +103,8 @@ class TestConfig(MachineConfig):
     out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
-    precision: Precision | None = field(default=None, metavar="str")  # As of train.py; None takes that of the training
-    batch_size: int | None = None  # Samples per forward pass of a device; None takes that of the validation
+    precision: Precision | None = field(default=None, metavar="str")  # As in train.py; None takes that of the training
+    batch_size: int | None = None  # Samples per forward pass of a device; None: as in a validation on one device
     predictions: bool = False  # Write predictions_*.csv and, with matplotlib, confusion_matrix_*.png into the run
 
 
@@ -116,7 +118,7 @@ OWN_OF_A_HOST = ("devices", "data_dir", "num_workers")  # may differ between the
 
 
 def problems(config) -> Iterator[str]:
-    """What is wrong with a TrainConfig or TestConfig, one text per mistake, each naming its option."""
+    """What is wrong with a TrainConfig or TestConfig, one string per mistake, each naming its option."""
     for option in fields(config):
         name, value, kinds = option.name, getattr(config, option.name), (option.type, *get_args(option.type))
         choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
@@ -134,7 +136,7 @@ def problems(config) -> Iterator[str]:
         yield f"--out_dir {config.out_dir!r}: must end in the name of a directory"
     if not re.fullmatch("auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?", config.strategy):
         yield (f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
-               "fsdp and model_parallel (sharded models) are a recipe, see recipes/README.md")  # fmt: skip
+               "model_parallel (sharded models, FSDP2) is a recipe, see recipes/README.md")  # fmt: skip
     if isinstance(config, TrainConfig):
         if config.devices.isdecimal() and int(config.devices) > (size := config.effective_batch_size):
             yield f"--devices {config.devices}: must be at most --effective_batch_size {size}"
@@ -163,7 +165,7 @@ def split_batch(effective_batch_size: int, asked: int | None, saved: int | None,
     if rest or share % micro_batch_size:
         unit = world_size * (asked or 1)
         below = effective_batch_size // unit * unit
-        factors = f"{world_size} process(es)" + (f" x micro_batch_size {asked}" if asked else "")
+        factors = f"{world_size} device(s)" + (f" x micro_batch_size {asked}" if asked else "")
         message = f"is no multiple of {factors}; nearest: " + (f"{below} or " if below else "") + f"{below + unit}"
         raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}")
     return micro_batch_size, share // micro_batch_size

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 def build_datasets(name: str, data_dir: str | None, augment: bool = True) -> dict[str, Dataset]:
     """Returns the datasets under "train", "val" and "test". Edit here, or apply one of recipes/data.md.
 
-    Any map-style Dataset will do, with `__getitems__(indices)` and `collate_fn` where it has them, as in PyTorch. What
-    a sample is, only build_model and compute_loss in train.py know. Its randomness may come from torch, NumPy or
-    `random`: all are seeded before each micro-batch.
+    Any map-style Dataset will do. Its `__getitems__(indices)`, as in PyTorch, and an attribute `collate_fn` are used if
+    it has them. What a sample is, only build_model and compute_loss in train.py know. Its randomness may come from
+    torch, NumPy or `random`: all are seeded before each micro-batch.
 
     Args:
         name: "digits".

@@ -49,7 +49,7 @@ def write_provenance(run_dir: Path, fabric: Fabric) -> None:
 
 
 def numbers(row: dict) -> dict:
-    """The numbers of a row, without what a metric may return instead."""
+    """The plain numbers of a row, without tensors that a metric may return."""
     return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
@@ -70,7 +70,7 @@ class Console:
         text = "{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # in 80 columns
         file = sys.stderr if self.is_terminal else nowhere
         self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, file=file)
-        self.columns, self.shown, self.printed = [], {}, time.monotonic()
+        self.columns, self.shown, self.printed = list[str](), dict[str, float](), time.monotonic()
         resources.push(self.close)
 
     def print(self, text: str) -> None:
@@ -143,11 +143,11 @@ class TensorBoardLogger:
             for number, file in enumerate(files):
                 file.rename(file.with_name(re.sub(r"\d+", f"{number:010d}", file.name, count=1)))
         self.writer = SummaryWriter(folder, purge_step=last_step + 1)
-        resources.callback(self.writer.file_writer.close)  # waits for its thread, even where that has failed
+        resources.callback(self.writer._get_file_writer().close)  # waits for its thread, even where that has failed
         options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
         # SummaryWriter.add_hparams would make a run of its own. Without the first, TensorBoard finds what differs.
         for summary in hparams(options, {})[1:]:
-            self.writer.file_writer.add_summary(summary)
+            self.writer._get_file_writer().add_summary(summary)
 
     def log(self, row: dict, step: int) -> None:
         for name, value in row.items():  # its groups are in alphabetical order: train, val, vitals
@@ -162,9 +162,10 @@ class WandbLogger:
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        self.run = wandb.init(mode=mode, project=config.project, name=run_dir.name, id=run_dir.name, resume="allow",
-                              notes=config.comment, dir=run_dir / "logs", config=asdict(config))  # fmt: skip
+        has_mode = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
+        self.run = wandb.init(mode=None if has_mode else "offline", project=config.project, name=run_dir.name,
+                              id=run_dir.name, resume="allow", notes=config.comment, dir=run_dir / "logs",
+                              config=asdict(config))  # fmt: skip
         resources.callback(self.close)
 
     def log(self, row: dict, step: int) -> None:
@@ -181,5 +182,5 @@ def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: 
     classes = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
     for name in config.logger_name:
         if last_step and not (run_dir / "logs" / name).exists():
-            print(f"--logger_name {name}: is new in this run, and has no steps up to {last_step}")
+            print(f"--logger_name {name}: is new in this run, without the steps up to {last_step}")
     return [classes[name](run_dir, last_step, config, resources) for name in {*config.logger_name}]

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -56,7 +57,7 @@ def check_plain(state: dict) -> None:
     for path, value in tree_leaves_with_path(state, lambda node: type(node) not in (dict, list, tuple)):
         if not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
             found = f"state{keystr(path)} is a {type(value).__name__}, which a checkpoint cannot hold"
-            raise RunError(f"{found}: use tensors, numbers, texts, lists, dicts, or what has a state_dict")
+            raise RunError(f"{found}: use tensors, numbers, strings, lists, dicts, or what has a state_dict")
 
 
 class RunDir:
@@ -65,7 +66,8 @@ class RunDir:
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
         self.fabric, self.config, self.state, self.resources = fabric, config, state, resources
-        self.path, self.loggers, self.began, self.origin = None, [], time.monotonic(), ""
+        self.path: Path | Any = None  # until a run is found or made; Any, since most methods are called after that
+        self.loggers, self.began, self.origin = list[Any](), time.monotonic(), ""
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}

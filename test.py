@@ -34,7 +34,7 @@ from train import build_fabric, build_metrics, build_model, validate
 class Predictions(CatMetric):
     """Rows (target, prediction, confidence), of the samples of rank 0 first."""
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:
+    def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
         confidences, predictions = logits.float().softmax(dim=1).max(dim=1)
         super().update(torch.stack([targets, predictions, confidences], dim=1))
 

@@ -42,8 +42,8 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
     """Forward pass and loss, for training, validation and test.py; `model.training` tells which.
 
     `batch` is what the dataset gives: images (batch, channels, height, width) and class numbers (batch,). torch's
-    generators are seeded before each call; NumPy's and Python's are not. Returns means by name, of which `loss` is
-    minimised and all are logged; how many samples they are means of; and the arguments of the metrics' `update`."""
+    generators are seeded before each call; NumPy's and Python's are not. Returns a dict of means over the batch, all
+    logged, `loss` minimized; the number of samples they are means of; and the arguments of the metrics' `update`."""
     images, targets = batch
     logits = model(images)
     return {"loss": F.cross_entropy(logits, targets)}, len(targets), (logits, targets)
@@ -52,7 +52,7 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
     """The metrics of a validation and of test.py."""
     accuracy = MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)
-    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # groups merge what is equal by chance
+    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # else metrics with equal states share one
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int, steps_per_epoch: int) -> float:
@@ -67,7 +67,7 @@ def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int,
 
 @torch.no_grad()
 def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, batches: int | None = None) -> dict:
-    """The means of what compute_loss returns, and the metrics, over all samples or so many `batches` of each rank."""
+    """Means of what compute_loss returns, and metrics, over all samples or the first `batches` batches of each rank."""
     model.eval()
     metrics.reset()
     sums, seed = utils.Sums(fabric, {"samples": {}}), seeder(fabric, "validate", config.seed)
@@ -92,7 +92,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- model, optimizer, metrics
     fabric.seed_everything(config.seed, verbose=False)
     model = build_model(config, train_set)  # on the CPU: a seed means the same weights on every kind of device
-    model = fabric.setup_module(torch.compile(model, dynamic=False) if config.compile else model)
+    model = fabric.setup_module(torch.compile(model, mode=config.compile, dynamic=False) if config.compile else model)
     # After the model was set up: some strategies replace its parameters.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
@@ -102,7 +102,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- state: what is in it is restored by a resume, what is not is not
     mode = config.monitor_mode or mode_of(config.monitor)
     no_best = {"monitor": f"{mode} {config.monitor}", "best": None, "best_step": 0, "bad_validations": 0}
-    state = {
+    state: dict = {
         "model": model,
         "optimizer": optimizer,
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed

@@ -53,10 +53,10 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     ends, is registered with `resources`. Raises ConfigError where the launcher has started another number of processes
     than the options mean, or where a process has other options or files than rank 0."""
     if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
-        meant = f"--devices {config.devices} --num_nodes {config.num_nodes}: means {fabric.world_size} processes"
+        meant = f"--devices {config.devices} --num_nodes {config.num_nodes}: means {fabric.world_size} process(es)"
         raise ConfigError(f"{meant}, but the launcher has started {started}")
     # Fabric has no option for it and waits 30 minutes. On GPUs StopSignals gives up first: NCCL aborts without a word.
-    fabric.strategy._timeout = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
+    vars(fabric.strategy)["_timeout"] = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
     if hasattr(fabric.strategy, "_ddp_kwargs"):
         fabric.strategy._ddp_kwargs["gradient_as_bucket_view"] = True  # saves a copy of the gradients
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
@@ -169,7 +169,8 @@ class Sums:
     numbers. `add` waits for nothing, `collect` for the device."""
 
     def __init__(self, fabric: Fabric, windows: dict[str, dict]):
-        self.fabric, self.windows, self.added, self.weight = fabric, windows, {}, 0
+        self.fabric, self.windows, self.weight = fabric, windows, 0
+        self.added: dict[str | None, list[Tensor]] = {}
 
     def add(self, values: dict[str, Tensor], weight: int = 1) -> None:
         """Adds values, sums over `weight` samples or micro-batches; always under the same names."""
@@ -178,13 +179,13 @@ class Sums:
         self.weight += weight
 
     def collect(self, scalars: dict[str, Tensor]) -> dict[str, float]:
-        """Brings what was added, summed over the ranks, to the host: needed before `take`, and before a save. In the
-        same wait come these scalars, which are the same on all ranks, and returned."""
+        """Brings what was added, summed over the ranks, to the host: needed before `take`, and before a save. The same
+        wait fetches `scalars`, which are equal on all ranks, and are returned."""
         self.added[None] = [torch.full((), self.weight, device=self.fabric.device)]
         dtype = torch.float32 if self.fabric.device.type == "mps" else torch.float64  # in which their sums are exact
         sums = torch.stack([torch.stack(values).to(dtype).sum() for values in self.added.values()])
-        if self.fabric.world_size > 1:  # with dp, it would be the mean of the elements
-            sums = self.fabric.all_reduce(sums, reduce_op="sum")
+        if dist.is_initialized():
+            dist.all_reduce(sums)
         numbers = torch.cat([sums, *(scalar.to(sums).view(1) for scalar in scalars.values())]).tolist()  # the wait
         added = dict(zip(self.added, numbers, strict=False))  # the weight under None
         for window, before in self.windows.items():
@@ -203,7 +204,7 @@ class Timer:
     to `stop`; what comes between the steps does not count."""
 
     def __init__(self):
-        self.began, self.seconds, self.waited, self.steps = None, 0.0, 0.0, 0
+        self.began, self.seconds, self.waited, self.steps = 0.0, 0.0, 0.0, 0
 
     def next(self, batches: Iterator):
         began = time.perf_counter()
@@ -213,7 +214,7 @@ class Timer:
         return batch
 
     def stop(self) -> None:
-        self.seconds, self.began, self.steps = self.seconds + time.perf_counter() - self.began, None, self.steps + 1
+        self.seconds, self.began, self.steps = self.seconds + time.perf_counter() - self.began, 0.0, self.steps + 1
 
     def take(self, batch_size: int) -> dict[str, float]:
         """The figures since the last time."""
@@ -226,8 +227,8 @@ def memory(state: dict, device: torch.device) -> str:
     """What the modules and optimizers in `state` hold after the first step, and the most that was taken until then."""
     weights = [[*value.parameters()] for value in state.values() if isinstance(value, nn.Module)]
     states = [[*value.state.values()] for value in state.values() if isinstance(value, Optimizer)]
-    weights, states = (sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) / 1e6
-                       for tree in (weights, states))  # fmt: skip
+    in_weights, in_states = (sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) / 1e6
+                             for tree in (weights, states))  # fmt: skip
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else unit * getrusage(RUSAGE_SELF).ru_maxrss
-    return f"memory per device: weights {weights:.3g} MB, optimizer {states:.3g} MB, peak {peak / 1e6:.4g} MB"
+    return f"memory per device: weights {in_weights:.3g} MB, optimizer {in_states:.3g} MB, peak {peak / 1e6:.4g} MB"

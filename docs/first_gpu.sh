@@ -35,11 +35,13 @@ for precision in bf16-mixed 16-mixed bf16-true; do
     try 'best val/accuracy 0.[89][0-9]*' "python $repo/train.py --devices 1 --epochs 8 --precision $precision --out_dir $precision"
 done
 try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --num_workers 2 --micro_batch_size 16 --max_grad_norm 1"
-try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --compile"
+for mode in default reduce-overhead; do
+    try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --compile $mode"
+done
 try '.*100%' "python -m pytest -m gpu -n 0 -p no:cacheprovider $repo/tests/test_gpu.py"
 
 if ((gpus > 1)); then
-    try 'effective_batch_size 64 = 2 process' "python $repo/train.py --devices 2 --epochs 8 --out_dir two"
+    try 'effective_batch_size 64 = 2 device' "python $repo/train.py --devices 2 --epochs 8 --out_dir two"
     try 'accuracy 0.9[0-9]*' "python $repo/test.py --out_dir two --devices 2"
     try 'resumed from .*' "python $repo/train.py --devices 1, --strategy auto --resume two --epochs 9"
     try 'finished after 38 of 38' "torchrun --nproc_per_node 2 $repo/train.py --epochs 2"

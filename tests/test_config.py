@@ -51,8 +51,8 @@ def test_later_layers_win():
 
 
 def test_command_line_wins_even_with_a_default():
-    Path("file.yaml").write_text("compile: true\nfast_run: 3\nepochs: 3\nlogger_name: [wandb]\n")
-    config = train("--config_path file.yaml --compile false --fast_run None --epochs 20 --logger_name csv tensorboard")
+    Path("file.yaml").write_text("summary: true\nfast_run: 3\nepochs: 3\nlogger_name: [wandb]\n")
+    config = train("--config_path file.yaml --summary false --fast_run None --epochs 20 --logger_name csv tensorboard")
     assert config == TrainConfig(config_path=("file.yaml",))
 
 
@@ -104,16 +104,23 @@ def test_none_on_the_command_line(option: str):
     assert getattr(train(f"--{option} None"), option) in (None, (None,))  # config_path: a list of one
 
 
-@pytest.mark.parametrize("options, value", [("", False), ("--compile", True), ("--compile true", True),
-                                            ("--compile false", False), ("--compile=True", True),
-                                            ("--compile --seed 1", True)])  # fmt: skip
+@pytest.mark.parametrize("options, value", [("", False), ("--summary", True), ("--summary true", True),
+                                            ("--summary false", False), ("--summary=True", True),
+                                            ("--summary --seed 1", True)])  # fmt: skip
 def test_switch_on_the_command_line(options: str, value: bool):
-    assert train(options).compile is value
+    assert train(options).summary is value
 
 
 @pytest.mark.parametrize("text, value", [("true", True), ("True", True), ("false", False), ("no", False)])
 def test_switch_in_a_config_file(text: str, value: bool):
-    assert of_file(f"compile: {text}").compile is value
+    assert of_file(f"summary: {text}").summary is value
+
+
+@pytest.mark.parametrize("options, value", [("", None), ("--compile", "default"), ("--compile None", None),
+                                            ("--compile --seed 1", "default"),
+                                            ("--compile reduce-overhead", "reduce-overhead")])  # fmt: skip
+def test_compile_takes_a_mode_of_torch_compile(options: str, value: str | None):
+    assert train(options).compile == value
 
 
 @pytest.mark.parametrize("options, value", [("", None), ("--fast_run", 2), ("--fast_run 3", 3), ("--fast_run=3", 3)])
@@ -158,7 +165,12 @@ def test_no_abbreviations(option: str):
         train(option)
 
 
-@pytest.mark.parametrize("option", [f.name for f in fields(TrainConfig) if f.type is not bool and f.name != "fast_run"])
+OPTIONAL_VALUE = ("fast_run", "compile")
+
+
+@pytest.mark.parametrize(
+    "option", [f.name for f in fields(TrainConfig) if f.type is not bool and f.name not in OPTIONAL_VALUE]
+)
 def test_an_option_is_not_accepted_without_its_value(option: str):
     """`--resume $RUN`, where RUN is not set, must not start a new run."""
     for options in (f"--{option}", f"--{option} --seed 1"):
@@ -255,7 +267,7 @@ def test_a_value_that_is_missing_in_a_file_is_none(text: str, comment: str | Non
         {"base_lr": 1e-5, "weight_decay": 0.0, "warmup_epochs": 0.5, "max_grad_norm": 1.0},
         {"logger_name": ("wandb",), "monitor": "train/loss", "monitor_mode": "max", "log_interval": 7},
         {"logger_name": ("csv", "tensorboard", "wandb"), "num_checkpoint_keep": None, "checkpoint_frequency": 0.1},
-        {"limit_train_batches": 1.0, "limit_val_batches": 1, "fast_run": 3, "compile": True},
+        {"limit_train_batches": 1.0, "limit_val_batches": 1, "fast_run": 3, "compile": "max-autotune"},
         {"limit_train_batches": 0.5, "limit_val_batches": 7, "num_sanity_val_steps": 0, "summary": True},
         {"devices": "0,2", "accelerator": "gpu", "strategy": "ddp", "precision": "16-mixed", "micro_batch_size": 8},
         {"comment": "a: b # c 'd' \"e\" - ü 测试", "project": "2026", "out_dir": "1e-3", "root_dir": "a b/c"},

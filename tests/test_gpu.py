@@ -180,8 +180,9 @@ def test_mixed_precision_learns(precision, tmp_path):
     assert all(tensor.dtype == torch.float32 for tensor in weights(run_dir(tmp_path)).values())
 
 
-def test_a_compiled_model_trains(tmp_path):
-    run(f"{SHORT} --compile", tmp_path)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_trains(mode, tmp_path):
+    run(f"{SHORT} --compile {mode}", tmp_path)
     assert not any(name.startswith("_orig_mod") for name in weights(run_dir(tmp_path)))
 
 

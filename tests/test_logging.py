@@ -182,7 +182,7 @@ def test_a_logger_that_a_resume_adds_is_said_to_begin_there(tmp_path):
     command = f"train.py {SMALL} --logger_name csv"
     assert "--logger_name" not in call(command, tmp_path).stdout
     done = call("train.py --resume auto --epochs 6 --logger_name csv tensorboard", tmp_path)
-    assert "--logger_name tensorboard: is new in this run, and has no steps up to 20\n" in done.stdout
+    assert "--logger_name tensorboard: is new in this run, without the steps up to 20\n" in done.stdout
     assert "--logger_name csv" not in done.stdout
     assert [event.step for event in read_tensorboard(run_dir(tmp_path)).Scalars("train/loss")] == [24]
 

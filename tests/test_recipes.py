@@ -206,3 +206,11 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
     failing = [path.name for path in RECIPES.glob("*.patch") if '\n-    dataset: Literal["digits"]' in path.read_text()]
     assert "mnist.patch" in failing
     assert check("--write", code=len(failing)) == good | dict.fromkeys(failing, "FAILS")
+
+
+def test_the_pages_count_the_lines_as_check_does():
+    counted = re.findall(r"recipes/(\S+)  \((\d+) files, (\d+) lines\)", run(f"{RECIPES}/check.sh", REPO).stdout)
+    pages = "".join((RECIPES / page).read_text() for page in ("README.md", "data.md"))
+    for recipe, files, lines in counted:
+        row = next(line for line in pages.splitlines() if f"]({recipe}) |" in line)
+        assert f"| {files} | {lines} |" in row or f"| {lines} |" in row, row

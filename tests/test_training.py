@@ -192,6 +192,19 @@ def test_a_compiled_model_trains_and_its_weights_have_the_names_of_the_plain_mod
     assert [row["step"] for row in rows(runs("compile"))] == [2]
 
 
+def test_compile_has_a_mode(monkeypatch):
+    """reduce-overhead asks inductor for CUDA graphs. Here it is asked, and leaves the model as it is."""
+    asked = []
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda model, inputs, **options: asked.append(options) or model
+    )
+    torch.compiler.reset()
+    for mode in ("default", "reduce-overhead"):
+        train.main(TrainConfig(accelerator="cpu", fast_run=1, compile=mode))
+    patches = [options.get("config_patches") or {} for options in asked]
+    assert {"triton.cudagraphs": True} in patches and patches[0] == {}
+
+
 def test_the_whole_gradient_is_clipped_once_and_logged_as_it_was_before(runs):
     (row,) = rows(runs("clipped"))
     assert row["train/grad_norm"] == pytest.approx(rows(runs("64x1"))[0]["train/grad_norm"], rel=1e-4)
