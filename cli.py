@@ -170,18 +170,18 @@ def parse_test(argv: list[str]) -> TestConfig:
     return replace(config, out_dir=str(find_run("--out_dir", config.out_dir, config.root_dir)))
 
 
-# ---- the process
-
-
 def is_local_zero() -> bool:
     """Whether this is the first process of its machine, as far as the environment tells before Fabric is there."""
     # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and so in all processes launched from there.
-    return not int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def say(message: str) -> None:
     if is_local_zero():
-        print(message)
+        try:
+            print(message, flush=True)
+        except OSError:  # the reader has gone, as of `| head`: the run goes on without it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def options(parse_options: Callable):

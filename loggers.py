@@ -18,6 +18,7 @@ from pathlib import Path
 from lightning.fabric import Fabric
 from tqdm import tqdm
 
+from cli import say
 from config import TrainConfig
 
 tqdm.set_lock(threading.RLock())  # its own is for several processes, which from Python 3.14 on takes another process
@@ -65,7 +66,7 @@ class Console:
 
     def __init__(self, is_rank_zero: bool, run_dir: Path | None, step: int, total_steps: int, resources: ExitStack):
         nowhere = resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - closed with the resources
-        self.out, self.is_terminal = (sys.stdout, sys.stderr.isatty()) if is_rank_zero else (nowhere, False)
+        self.is_rank_zero, self.is_terminal = is_rank_zero, is_rank_zero and sys.stderr.isatty()
         self.log = run_dir / "train.log" if is_rank_zero and run_dir else os.devnull
         text = "{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # in 80 columns
         file = sys.stderr if self.is_terminal else nowhere
@@ -74,11 +75,9 @@ class Console:
         resources.push(self.close)
 
     def print(self, text: str) -> None:
-        try:
-            tqdm.write(text, self.out)  # print would break the progress bar
-            self.out.flush()
-        except BrokenPipeError:  # of `| head`: the run goes on without it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
+        if self.is_rank_zero:
+            with tqdm.external_write_mode():  # else it would break the progress bar
+                say(text)
         self.printed = time.monotonic()
         with open(self.log, "a") as file:
             print(text, file=file)

@@ -47,7 +47,7 @@ def step_of(path: Path) -> int:
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, the highest step first. best.ckpt may be it: it gets its name before the others."""
-    steps = {path: int(path.stem[5:]) for path in run_dir.glob("checkpoints/step-*.ckpt")}
+    steps = {path: int(path.stem[5:]) for path in run_dir.glob("checkpoints/step-*.ckpt") if path.stem[5:].isdecimal()}
     steps |= {path: step_of(path) for path in run_dir.glob("checkpoints/best.ckpt")}
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
 
@@ -77,6 +77,8 @@ class RunDir:
             for name, value in state.items() if isinstance(value, Optimizer)
         }  # fmt: skip
         check_plain(state)
+        for module in self.modules:  # what can be saved, but not loaded again, fails before anything is written
+            module.load_state_dict(module.state_dict())
         if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
             raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
         if config.resume:
@@ -117,9 +119,10 @@ class RunDir:
         self.began -= self.summary["seconds"]
         for name in [name for name in self.state if name in saved]:
             current, value = self.state[name], saved[name]
-            if not hasattr(current, "state_dict"):
-                is_tensor = isinstance(value, Tensor) and isinstance(current, Tensor)
-                self.state[name] = value.to(current.device) if is_tensor else value
+            if isinstance(value, Tensor) and isinstance(current, Tensor):  # the loop may have another name for it
+                current.data = value.to(current.device)
+            elif not hasattr(current, "state_dict"):
+                self.state[name] = value
             elif value != {}:  # of a precision without a scaler, whose state a scaler cannot load
                 current.load_state_dict(value)
         for name, now in self.settings.items():
@@ -190,8 +193,11 @@ class RunDir:
         if self.config.fast_run or not is_saved:
             return
         check_plain(self.state)
-        norm = nn.utils.get_total_norm([p.detach() for module in self.modules for p in module.parameters()])
-        if not self.fabric.strategy.reduce_boolean_decision(math.isfinite(norm)):  # waits for the device, once
+        weights = [parameter.detach() for module in self.modules for parameter in module.parameters()]
+        norm = float(nn.utils.get_total_norm(weights))  # waits for the device, once
+        if odd := differing_rank(self.fabric, repr(norm)):
+            raise RunError(f"the weights of {odd} are not those of rank 0 after step {step}")
+        if not math.isfinite(norm):
             raise RunError(f"the weights are not finite after step {step}")
         saved = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.state.items()}
         so_far = json.dumps({name: self.summary[name] for name in ("seconds", "last")})
@@ -212,7 +218,7 @@ class RunDir:
             with suppress(OSError):  # a file system without links: best.ckpt is the checkpoint of this step
                 os.link(best, regular)
         self.summary["checkpoint"] = step
-        for path in sorted(folder.glob("step-*.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
+        for path in sorted(folder.glob("step-????????.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
             path.unlink()
 
     def finish(self, name: str) -> None:

@@ -35,6 +35,8 @@ class Predictions(CatMetric):
     """Rows (target, prediction, confidence), of the samples of rank 0 first."""
 
     def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
+        if logits.ndim != 2 or targets.ndim != 1:
+            raise ConfigError("--predictions: needs logits (samples, classes) and targets (samples,) of compute_loss")
         confidences, predictions = logits.float().softmax(dim=1).max(dim=1)
         super().update(torch.stack([targets, predictions, confidences], dim=1))
 
@@ -44,9 +46,9 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     table = np.reshape(sorted(rows), (-1, 4))
     with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
         np.savetxt(file, table, "%d,%d,%d,%.9g", header="sample,target,prediction,confidence", comments="")
-    print(f"predictions {path}")
+    cli.say(f"predictions {path}")
     if not find_spec("matplotlib"):
-        print("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
+        cli.say("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
         return
     from matplotlib.figure import Figure
     from torchmetrics.utilities.plot import plot_confusion_matrix
@@ -59,7 +61,7 @@ def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path
     axes.set_title(f"{run_dir.name}\n{stem}")
     figure.colorbar(axes.images[0], label="Share of the true class")
     figure.savefig(path := run_dir / f"confusion_matrix_{stem}.png")
-    print(f"confusion matrix {path}")
+    cli.say(f"confusion matrix {path}")
 
 
 def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list], path: Path, resources) -> int:
@@ -69,21 +71,23 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     model.load_state_dict(weights.get("model", weights))
     metrics = build_metrics(train_config, dataset)
     if hasattr(dataset, "num_classes"):
-        metrics.add_metrics({"confusion_matrix": MulticlassConfusionMatrix(dataset.num_classes, validate_args=False)})
+        ignored = next((vars(m)["ignore_index"] for m in metrics.values() if hasattr(m, "ignore_index")), None)
+        matrix = MulticlassConfusionMatrix(dataset.num_classes, ignored, validate_args=False)
+        metrics.add_metrics({"confusion_matrix": matrix})
     if config.predictions:
         metrics.add_metrics({"rows": Predictions("disable")})  # else it would drop what is NaN, and wait for that
     results = validate(fabric, train_config, fabric.setup_module(model), loader, metrics.to(fabric.device))
     if not fabric.is_global_zero:
         return 0
     run_dir, stem = Path(config.out_dir), f"{config.split}_{path.stem}"
-    print(f"{path} on {len(dataset)} {config.split} samples\n")
+    cli.say(f"{path} on {len(dataset)} {config.split} samples\n")
     if "confusion_matrix" in results:
         names = ["class", "samples", "accuracy"]
-        print(format_row(names, names))
+        cli.say(format_row(names, names))
         for i, row in enumerate(results["confusion_matrix"].tolist()):
-            print(format_row(names, [i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
+            cli.say(format_row(names, [i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
     for name, value in numbers(results).items():
-        print(f"{name} {value:.5g}")
+        cli.say(f"{name} {value:.5g}")
     if config.predictions:
         samples = np.concatenate([indices for rank_keys in keys for _, indices in rank_keys])
         rows = [*zip(samples.tolist(), *results.pop("rows").T.tolist(), strict=True)]
@@ -92,7 +96,7 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     report |= {"split": config.split, "num_samples": len(dataset)}
     with atomically(run_dir / f"test_{stem}.json") as file:
         json.dump(report | results, file, indent=2, default=Tensor.tolist)
-    print(f"results {run_dir / f'test_{stem}.json'}")
+    cli.say(f"results {run_dir / f'test_{stem}.json'}")
     return 0
 
 

@@ -154,7 +154,7 @@ def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer) -> None:
 
 def clip_gradients(fabric: Fabric, optimizer, max_norm: float | None) -> Tensor:
     """Clips the norm of an optimizer's gradients to max_norm, where it is not None. Returns the norm before, on the
-    device."""
+    device. In 16-mixed, each optimizer needs its own backward pass: a step of Fabric's ends the scaling for all."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if scaler := getattr(fabric.strategy.precision, "scaler", None):
         scaler.unscale_(optimizer.optimizer)  # Fabric's own clipping refuses this for a fused optimizer

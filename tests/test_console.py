@@ -159,6 +159,17 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].startswith("next: ")
 
 
+@pytest.mark.parametrize("reader", ["| true", ">/dev/full"])
+def test_what_is_said_before_and_after_the_loop_needs_no_reader(reader: str, tmp_path: Path):
+    """A resume says what changes, test.py which run it took: before torch is there, and the results behind it."""
+    call(f"train.py {SMALL} --epochs 1", tmp_path)
+    for command in (f"train.py --resume auto {SMALL} --epochs 2", "test.py --accelerator cpu --predictions"):
+        script = f"set -o pipefail; {sys.executable} {REPO}/{command} {reader}"
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE)
+        assert done.returncode == 0 and done.stderr == b""
+    assert last_summary(tmp_path)["step"] == 8 and (run_dir(tmp_path) / "test_test_best.json").exists()
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_run_needs_no_stdout_and_no_stderr(closed: str, tmp_path: Path):
     command = f"exec {sys.executable} {REPO}/train.py {SMALL} {closed}"

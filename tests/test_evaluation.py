@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ON_2, REPO, SMALL, call, run, run_dir
+from conftest import ON_2, REPO, SMALL, call, replaced, run, run_dir
 from lightning.fabric import Fabric
 
 from config import TrainConfig
@@ -263,6 +263,26 @@ def test_fewer_samples_than_processes_are_refused_in_one_line(own: Path):
         error = run(f"{own}/test.py --out_dir {run_dir(own)} --accelerator cpu --devices {devices}", own, code=2).stderr
         (line,) = error.splitlines()
         assert line.startswith(f"test.py: error: --devices {devices}: ") and "1 samples are too few" in line
+
+
+def test_targets_that_the_metrics_ignore_are_in_no_table(tmp_path: Path):
+    program = replaced(
+        tmp_path / "program", "data.py", "    train, val, test =", "    targets[::7] = -100\n    train, val, test ="
+    )
+    replaced(program, "train.py", 'average="micro"', 'average="micro", ignore_index=-100')
+    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
+    report = evaluate(run_dir(tmp_path), script=f"{program}/test.py")
+    assert COUNTS["test"] * 0.7 < sum(map(sum, report["confusion_matrix"])) < COUNTS["test"]
+
+
+def test_predictions_of_other_than_samples_are_refused_in_one_line(tmp_path: Path):
+    """As those of a segmentation, which has a target for each pixel."""
+    pixels = "(logits.unsqueeze(-1), targets.unsqueeze(-1))"
+    program = replaced(tmp_path / "program", "train.py", "(logits, targets)\n", f"{pixels}\n")
+    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
+    evaluate(run_dir(tmp_path), script=f"{program}/test.py")
+    error = call(f"{program}/test.py --accelerator cpu --predictions", tmp_path, code=2).stderr
+    assert error.count("\n") == 1 and "--predictions: needs logits (samples, classes)" in error
 
 
 def test_evaluations_of_other_splits_and_checkpoints_stay(finished: Path, tmp_path: Path):

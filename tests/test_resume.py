@@ -156,6 +156,18 @@ def test_the_gradient_scaler_is_restored_or_starts_afresh(saved: float | None, e
 # ---- finished runs and changed options
 
 
+def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path):
+    """It is not taken for the newest, not counted among those that are kept, and not deleted."""
+    call(f"train.py {SMALL} --epochs 2", tmp_path)
+    folder = run_dir(tmp_path) / "checkpoints"
+    for name in ("step-good.ckpt", "step-00000004-copy.ckpt"):
+        shutil.copy(folder / "step-00000004.ckpt", folder / name)
+    call("train.py --resume auto --epochs 4 --num_checkpoint_keep 2", tmp_path)
+    names = ["best", "step-00000004-copy", "step-00000012", "step-00000016", "step-good"]
+    assert [path.stem for path in sorted(folder.iterdir())] == names
+    assert f"{folder.name}/step-00000016.ckpt" in call("test.py --accelerator cpu --checkpoint last", tmp_path).stdout
+
+
 def test_a_finished_run_is_extended_and_lists_what_changed(whole, tmp_path):
     call(f"{LONG} --epochs 3", tmp_path)
     done = call(f"train.py --resume {run_dir(tmp_path).name} --epochs 30 --num_checkpoint_keep 2", tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, assert_same_run, call, kill_group, replaced, run_dir, start, wait_for
+from conftest import ON_2, SMALL, assert_same_run, call, kill_group, replaced, run, run_dir, start, wait_for
 
 CONSTANT = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 
@@ -163,6 +163,46 @@ def test_settings_of_the_optimizer_are_those_that_the_options_ask_for(program: P
     after = checkpoint(cwd, "step-00000008")["optimizer"]["param_groups"][0]
     changed = {name: after[name] for name in after if after[name] != before[name]}
     assert changed == {"weight_decay": 0.5, "fused": False, "betas": (0.8, 0.9), "lr": 4e-3}
+
+
+def test_a_tensor_is_restored_under_every_name(program: Path, whole: Path, cwd: Path):
+    """The loop adds to the tensor, and does not take it from `state` again."""
+    replaced(program, "train.py", '        "step": 0,\n', '        "step": 0,\n        "seen": seen,\n')
+    replaced(program, "train.py", "    no_best =", "    seen = torch.zeros(10)\n    no_best =")
+    replaced(
+        program,
+        "train.py",
+        "sums.add(values)",
+        "sums.add(values)\n            seen += torch.bincount(batch[1], minlength=10)",
+    )
+    call(f"{program}/train.py {CONSTANT} --epochs 4", whole)
+    call(f"{program}/train.py {CONSTANT} --epochs 2", cwd)
+    call(f"{program}/train.py --resume auto --epochs 4", cwd)
+    counted, expected = (checkpoint(folder, "step-00000016")["seen"] for folder in (cwd, whole))
+    assert torch.equal(counted, expected) and expected.sum() == 16 * checkpoint(whole, "best")["micro_batch_size"]
+
+
+def test_a_model_that_is_saved_under_other_names_than_it_is_loaded_is_refused(program: Path, cwd: Path):
+    """A copy of the module that Fabric has wrapped has another one inside, which gives its own names."""
+    averaged = "torch.optim.swa_utils.AveragedModel(model)"
+    replaced(program, "train.py", '        "step": 0,\n', f'        "step": 0,\n        "averaged": {averaged},\n')
+    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    assert 'Missing key(s) in state_dict: "module._forward_module' in error and "--resume" not in error
+    assert list(cwd.iterdir()) == []
+
+
+def test_weights_that_differ_between_the_ranks_are_not_saved(program: Path, cwd: Path):
+    """DDP knows nothing of what was frozen when it was set up: each rank would train it alone."""
+    line = "    model = fabric.setup_module("
+    replaced(program, "train.py", line, f"    model.layers[0].requires_grad_(False)\n{line}")
+    line = '        state["step"] = step\n'
+    replaced(program, "train.py", line, f"{line}        model.module.layers[0].requires_grad_(step > 4)\n")
+    error = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=1).stderr
+    assert re.search("the weights of rank 1 on .* are not those of rank 0 after step 8;", error)
+    assert [path.name for path in sorted((run_dir(cwd) / "checkpoints").iterdir())] == [
+        "best.ckpt",
+        "step-00000004.ckpt",
+    ]
 
 
 # ---- plain values
