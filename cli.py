@@ -65,7 +65,7 @@ def read_options(path: Path, option: str) -> dict:
     source = f"{option} {path}: "
     try:
         root = yaml.compose(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{option}: cannot read {path}: {error}") from None
     if root and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
@@ -115,7 +115,7 @@ def newest_run(name: str, root_dir: str) -> Path | None:
 def find_run(option: str, name: str, root_dir: str) -> Path:
     """The run directory with this path or name, or the newest with this name behind a timestamp. Raises ConfigError."""
     for path in (Path(root_dir) / name, Path(name)):
-        if (path / "config.yaml").is_file():
+        if os.path.isfile(path / "config.yaml"):  # False also where it must not be read
             return path
     if run_dir := newest_run(name, root_dir):
         say(f"{option} {name}: {run_dir} is the newest run of that name")
@@ -202,13 +202,14 @@ def run(main: Callable, config) -> NoReturn:
     try:
         end(main(config))
     except Exception as error:
-        chain: list[BaseException] = [error]  # the end may fail, too; torch.save covers up a full disk with an error
+        chain: list[BaseException] = [error]  # the end may fail, too
         while chain[-1].__context__:
             chain.append(chain[-1].__context__)
         notes = [note for failure in chain for note in getattr(failure, "__notes__", [])]
         if isinstance(error, (ConfigError, RunError)):
             end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *notes]))
-        hint, cause = advice(error, config), next((e for e in chain if isinstance(e, OSError)), error)
+        hint, is_save = advice(error, config), "inline_container" in str(error)  # torch.save covers up a full disk
+        cause = next((failure for failure in chain if is_save and isinstance(failure, OSError)), error)
         if not hint and not isinstance(cause, OSError):
             traceback.print_exception(error)
         what = f"{type(cause).__name__}: {cause}".strip()

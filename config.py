@@ -125,19 +125,21 @@ def problems(config) -> Iterator[str]:
         if choices and not {*(value if isinstance(value, tuple) else [value])} <= {None, *choices}:
             yield f"--{name} {value}: choose from {', '.join(choices)}"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            end = {"seed": 2**32, "dropout": 1}.get(name, math.inf)
+            end = {"seed": 2**32, "dropout": 1, "timeout": 2**21}.get(name, math.inf)
             if not (0 < value < end or (value == 0 and name in MAY_BE_ZERO)):
                 yield f"--{name} {value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0 and below {end}"
             if isinstance(value, float) and name.startswith("limit_") and not 0 < value <= 1:
                 yield f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point"
         elif value == () or (value == "" and name not in ("comment", "project")):
             yield f"--{name}: must not be empty"
-    if Path(config.out_dir).name in ("", "..") or not (config.out_dir + config.root_dir).isprintable():
-        yield f"--out_dir {config.out_dir!r}: must end in the name of a directory"
+    if not (config.out_dir + config.root_dir).isprintable():
+        yield f"--root_dir {config.root_dir!r} --out_dir {config.out_dir!r}: must be printable"
     if not re.fullmatch("auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?", config.strategy):
         yield (f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
                "model_parallel (sharded models, FSDP2) is a recipe, see recipes/README.md")  # fmt: skip
     if isinstance(config, TrainConfig):
+        if Path(config.out_dir).name in ("", ".."):
+            yield f"--out_dir {config.out_dir}: must end in the name of a directory"
         if config.devices.isdecimal() and int(config.devices) > (size := config.effective_batch_size):
             yield f"--devices {config.devices}: must be at most --effective_batch_size {size}"
         if config.warmup_epochs > config.epochs > 0 and not config.max_steps:
@@ -213,6 +215,8 @@ def blame(config: MachineConfig, *options: str) -> Iterator[None]:
     """Turns what is raised inside into a ConfigError about those of these options that were given or have no value."""
     try:
         yield
+    except (AssertionError, AttributeError, LookupError, MemoryError, NameError, TypeError):  # a mistake in the code
+        raise
     except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
         values = {name: getattr(config, name) for name in options}
         given = {k: v for k, v in values.items() if v is None or v != getattr(type(config), k, None)} or values

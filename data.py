@@ -179,6 +179,9 @@ class Loader(DataLoader):
                 worker.kill()
             for queue in self._iterator._index_queues:  # whose threads were told to end, and not waited for
                 queue._thread.join(timeout=1)
+        elif self.num_workers:  # some may have started before another failed to, and the process would wait for them
+            for child in torch.multiprocessing.active_children():
+                child.kill()
 
 
 def ignore_signals(worker: int) -> None:

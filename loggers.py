@@ -112,7 +112,7 @@ class CSVLogger:
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         self.path, rows = run_dir / "logs" / "csv" / "metrics.csv", []
         self.path.parent.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError), open(self.path, newline="", errors="replace") as file:
+        with suppress(FileNotFoundError), open(self.path, newline="", encoding="utf-8-sig", errors="replace") as file:
             rows = [row for row in csv.DictReader(file) if None not in row.values()]  # the last may be cut
         self.write([row for row in rows if str(row.get("step")).isdecimal() and int(row["step"]) <= last_step])
 

@@ -35,6 +35,8 @@ def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
 
 def skeleton(path: Path) -> dict:
     """What is in a file of torch.save, with tensors that have no values; {} where the file is damaged."""
+    with suppress(IsADirectoryError):
+        path.open("rb").close()  # what must not be read is not damaged: raises OSError
     with suppress(Exception):  # damage has many: OSError, BadZipFile, RuntimeError, UnpicklingError, ...
         return {**load(path, "meta")} if zipfile.ZipFile(path).testzip() is None else {}
     return {}
@@ -158,7 +160,7 @@ class RunDir:
     def make(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it; in the next second where that name is taken."""
         base = Path(self.config.root_dir) / self.config.out_dir
-        with blame(self.config, "root_dir"):
+        with blame(self.config, "root_dir", "out_dir"):
             base.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 self.path = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
@@ -240,6 +242,6 @@ class RunDir:
     def close(self, kind, error: BaseException | None, trace) -> None:
         if error and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
-        if self.summary["state"] != "finished":
+        if not (self.path / "model.pt").exists():
             with suppress(*[Exception] if error else []):  # the first error is the one to tell
                 self.write_summary("failed" if isinstance(error, Exception) else "interrupted")

@@ -68,7 +68,8 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
     loader = Loader(fabric, dataset, keys[fabric.global_rank], train_config, resources)
     model, weights = build_model(train_config, dataset), load(path)
-    model.load_state_dict(weights.get("model", weights))
+    with blame(config, "checkpoint"):
+        model.load_state_dict(weights.get("model", weights))
     metrics = build_metrics(train_config, dataset)
     if hasattr(dataset, "num_classes"):
         ignored = next((vars(m)["ignore_index"] for m in metrics.values() if hasattr(m, "ignore_index")), None)

@@ -43,8 +43,7 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 
     `batch` is what the dataset gives: images (batch, channels, height, width) and class numbers (batch,). torch's
     generators are seeded before each call; NumPy's and Python's are not. Returns a dict of means over the batch, all
-    logged, `loss` minimized; the number of samples they are means of, by which an evaluation weighs them (in training
-    all micro-batches weigh the same); and the arguments of the metrics' `update`."""
+    logged, `loss` minimized; the number of samples they are means of; and the arguments of the metrics' `update`."""
     images, targets = batch
     logits = model(images)
     return {"loss": F.cross_entropy(logits, targets)}, len(targets), (logits, targets)

@@ -65,7 +65,7 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         say("torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else a restart may hang")
 
     def start(fabric: Fabric) -> int:
-        sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+        sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
         options = {name: value for name, value in asdict(config).items() if name not in OWN_OF_A_HOST}
         if odd := differing_rank(fabric, zlib.crc32(repr([sources, options]).encode())):
             raise ConfigError(f"{odd} has other files or options than rank 0, or has found another run; {SHARED}")

@@ -52,6 +52,7 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--seed 1e3", "--seed"),
         ("--base_lr fast", "--base_lr"),
         ("--compile maybe", "--compile"),
+        ("--timeout 1e7", "--timeout"),
         ("--fast_run few", "--fast_run"),
         ("--limit_train_batches some", "--limit_train_batches"),
         ("--micro_batch_size 1.5", "--micro_batch_size"),

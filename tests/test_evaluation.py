@@ -275,6 +275,20 @@ def test_targets_that_the_metrics_ignore_are_in_no_table(tmp_path: Path):
     assert COUNTS["test"] * 0.7 < sum(map(sum, report["confusion_matrix"])) < COUNTS["test"]
 
 
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(finished: Path, tmp_path: Path):
+    call(f"train.py {SMALL} --epochs 1 --width 3", tmp_path)
+    other = run_dir(tmp_path) / "checkpoints" / "best.ckpt"
+    error = call(f"test.py --accelerator cpu --out_dir {finished} --checkpoint {other}", tmp_path, code=2).stderr
+    assert error.startswith(f"test.py: error: --checkpoint {other}: ") and error.count("\n") == 1
+
+
+def test_a_run_is_evaluated_from_inside(finished: Path, tmp_path: Path):
+    cwd = shutil.copytree(finished, tmp_path / finished.name)
+    assert "--out_dir ." in call("train.py --resume . --epochs 11 --early_stopping_patience 1", cwd).stdout
+    call("test.py --accelerator cpu --out_dir .", cwd)
+    assert (cwd / "test_test_best.json").exists()
+
+
 def test_predictions_of_other_than_samples_are_refused_in_one_line(tmp_path: Path):
     """As those of a segmentation, which has a target for each pixel."""
     pixels = "(logits.unsqueeze(-1), targets.unsqueeze(-1))"

@@ -3,6 +3,7 @@
 `python tests/faults.py` is the long version: hundreds of kills, and every fault in every place.
 """
 
+import json
 import os
 import pickle
 import re
@@ -186,6 +187,45 @@ def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_pat
     assert 'data.py", line' in error and "Traceback" in error
     assert error.splitlines()[-1].startswith("train.py: error: ValueError: bad 7")
     assert "data worker" not in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name, line, mistake, told",
+    [
+        ("data.py", "    from sklearn", '    {}["images"]\n    from sklearn', "KeyError: 'images'"),
+        (
+            "model.py",
+            "        return self.layers(images)",
+            "        try:\n            open('cache.pt')\n        except FileNotFoundError:\n            images.shapes",
+            "AttributeError: 'Tensor' object has no attribute 'shapes'",
+        ),
+    ],
+)
+def test_a_mistake_in_the_code_is_taken_for_nothing_else(name: str, line: str, mistake: str, told: str, tmp_path):
+    """Neither for a wrong --data_dir, nor for the missing file that it had dealt with."""
+    program = replaced(tmp_path / "program", name, line, mistake)
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
+    assert f'{name}", line' in error and f"train.py: error: {told}" in error.splitlines()[-1]
+
+
+def test_data_workers_that_cannot_all_be_started_end_the_run(tmp_path):
+    def few_files(process: subprocess.Popen) -> None:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
+
+    process = start(f"train.py {SMALL} --num_workers 32", tmp_path)
+    few_files(process)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1 and "Too many open files" in error.splitlines()[-1]
+
+
+def test_a_run_is_finished_once_its_weights_are_written(tmp_path):
+    program = replaced(
+        tmp_path / "program", "rundir.py", "torch.save(load(", "raise OSError('no room')\n                (load("
+    )
+    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path, code=1)
+    assert json.loads((run_dir(tmp_path) / "summary.json").read_text())["state"] == "failed"
+    call("train.py --resume auto", tmp_path)
+    assert json.loads((run_dir(tmp_path) / "summary.json").read_text())["state"] == "finished"
 
 
 def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
