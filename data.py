@@ -162,7 +162,7 @@ class Loader(DataLoader):
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # else each iterator draws from the global one
         )
-        self.fabric = fabric
+        self.fabric, self.strangers = fabric, {*torch.multiprocessing.active_children()}
         resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
@@ -180,7 +180,7 @@ class Loader(DataLoader):
             for queue in self._iterator._index_queues:  # whose threads were told to end, and not waited for
                 queue._thread.join(timeout=1)
         elif self.num_workers:  # some may have started before another failed to, and the process would wait for them
-            for child in torch.multiprocessing.active_children():
+            for child in {*torch.multiprocessing.active_children()} - self.strangers:
                 child.kill()
 
 

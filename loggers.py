@@ -161,7 +161,7 @@ class WandbLogger:
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         import wandb
 
-        has_mode = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
+        has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
         self.run = wandb.init(mode=None if has_mode else "offline", project=config.project, name=run_dir.name,
                               id=run_dir.name, resume="allow", notes=config.comment, dir=run_dir / "logs",
                               config=asdict(config))  # fmt: skip
