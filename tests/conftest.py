@@ -3,6 +3,7 @@
 import csv
 import gc
 import io
+import json
 import os
 import re
 import runpy
@@ -203,6 +204,10 @@ def assert_stopped_and_saved(done: subprocess.CompletedProcess, cwd: Path) -> No
 
 def weights(cwd: Path) -> dict[str, torch.Tensor]:
     return torch.load(run_dir(cwd) / "model.pt", weights_only=True)
+
+
+def last_summary(cwd: Path) -> dict:
+    return json.loads((run_dir(cwd) / "summary.json").read_text())
 
 
 def history(cwd: Path) -> list[dict]:

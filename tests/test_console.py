@@ -22,6 +22,7 @@ from conftest import (
     call,
     clean_environment,
     kill_group,
+    last_summary,
     replaced,
     run,
     run_dir,
@@ -31,11 +32,6 @@ from conftest import (
 
 from config import RunError
 from loggers import Console, format_row
-
-
-def last_summary(cwd: Path) -> dict:
-    return json.loads((run_dir(cwd) / "summary.json").read_text())
-
 
 # ---- header and table
 

@@ -3,7 +3,6 @@
 `python tests/faults.py` is the long version: hundreds of kills, and every fault in every place.
 """
 
-import json
 import os
 import pickle
 import re
@@ -27,6 +26,7 @@ from conftest import (
     call,
     copied,
     interrupt,
+    last_summary,
     replaced,
     run,
     run_dir,
@@ -209,11 +209,8 @@ def test_a_mistake_in_the_code_is_taken_for_nothing_else(name: str, line: str, m
 
 
 def test_data_workers_that_cannot_all_be_started_end_the_run(tmp_path):
-    def few_files(process: subprocess.Popen) -> None:
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
-
     process = start(f"train.py {SMALL} --num_workers 32", tmp_path)
-    few_files(process)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
     _, error = process.communicate(timeout=300)
     assert process.returncode == 1 and "Too many open files" in error.splitlines()[-1]
 
@@ -223,9 +220,9 @@ def test_a_run_is_finished_once_its_weights_are_written(tmp_path):
         tmp_path / "program", "rundir.py", "torch.save(load(", "raise OSError('no room')\n                (load("
     )
     call(f"{program}/train.py {SMALL} --epochs 1", tmp_path, code=1)
-    assert json.loads((run_dir(tmp_path) / "summary.json").read_text())["state"] == "failed"
+    assert last_summary(tmp_path)["state"] == "failed"
     call("train.py --resume auto", tmp_path)
-    assert json.loads((run_dir(tmp_path) / "summary.json").read_text())["state"] == "finished"
+    assert last_summary(tmp_path)["state"] == "finished"
 
 
 def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):

@@ -1,13 +1,24 @@
 """What stands in `state` is saved, restored, counted and checked; and what a resume may change beside it."""
 
-import json
 import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ON_2, SMALL, assert_same_run, call, kill_group, replaced, run, run_dir, start, wait_for
+from conftest import (
+    ON_2,
+    SMALL,
+    assert_same_run,
+    call,
+    kill_group,
+    last_summary,
+    replaced,
+    run,
+    run_dir,
+    start,
+    wait_for,
+)
 
 CONSTANT = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 
@@ -80,10 +91,6 @@ def checkpoint(cwd: Path, name: str) -> dict:
     return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True)
 
 
-def summary(cwd: Path) -> dict:
-    return json.loads((run_dir(cwd) / "summary.json").read_text())
-
-
 # ---- models and optimizers
 
 
@@ -120,12 +127,12 @@ def test_two_models_and_two_optimizers(program: Path, whole: Path, cwd: Path):
 
 def test_a_model_that_comes_into_state_later_is_new_and_counted(program: Path, cwd: Path):
     call(f"train.py {CONSTANT} --epochs 1", cwd)
-    parameters = summary(cwd)["parameters"]
+    parameters = last_summary(cwd)["parameters"]
     with_critic(program, lr="0.01")
     output = call(f"{program}/train.py --resume auto --epochs 2", cwd).stdout
     assert "state['critic'] is not in it, and new" in output and "state['model']" not in output
     assert f"model, {2 * parameters:,} parameters" in output
-    assert summary(cwd)["parameters"] == 2 * parameters
+    assert last_summary(cwd)["parameters"] == 2 * parameters
 
 
 def test_the_second_model_is_checked_to_be_finite(program: Path, cwd: Path):
@@ -237,12 +244,12 @@ def test_what_comes_into_state_later_is_named_at_the_next_save(program: Path, cw
 def test_another_monitor_starts_a_new_best_and_a_new_patience(cwd: Path):
     """An accuracy is not compared with a loss. With this learning rate nothing gets better."""
     call(f"train.py {SMALL} --base_lr 1e-12 --epochs 3", cwd)
-    assert (summary(cwd)["best_step"], summary(cwd)["bad_validations"]) == (4, 2)
+    assert (last_summary(cwd)["best_step"], last_summary(cwd)["bad_validations"]) == (4, 2)
     call("train.py --resume auto --epochs 5 --monitor val/loss --early_stopping_patience 3", cwd)
-    assert summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] >= 16
-    assert 2 < summary(cwd)["best"] < 3
+    assert last_summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] >= 16
+    assert 2 < last_summary(cwd)["best"] < 3
     call("train.py --resume auto --epochs 6 --monitor_mode max", cwd)
-    assert summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] == 24
+    assert last_summary(cwd)["best_step"] == checkpoint(cwd, "best")["step"] == 24
 
 
 def test_after_out_of_memory_the_advice_can_be_followed(program: Path, cwd: Path):
@@ -258,4 +265,4 @@ def test_after_out_of_memory_the_advice_can_be_followed(program: Path, cwd: Path
         assert f"micro_batch_size {size} instead of 64" in done.stdout
         error = done.stderr
     assert "finished after 20 of 20 steps" in done.stdout
-    assert (summary(cwd)["step"], summary(cwd)["micro_batch_size"]) == (20, 16)
+    assert (last_summary(cwd)["step"], last_summary(cwd)["micro_batch_size"]) == (20, 16)
