@@ -31,7 +31,7 @@ def mlp(*sizes: int) -> list[nn.Module]:
 
 
 def tensors(work: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Images and class numbers of "train", 1,217 of 8x8 or 55,000 of 28x28 pixels, and of "val", 200 or 1,000."""
+    """Images and class indices of "train", 1,217 of 8x8 or 55,000 of 28x28 pixels, and of "val", 200 or 1,000."""
     from sklearn.datasets import load_digits
 
     images, targets = load_digits(return_X_y=True)
