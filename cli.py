@@ -69,7 +69,7 @@ def read_options(path: Path, option: str) -> dict:
         raise ConfigError(f"{option}: cannot read {path}: {error}") from None
     if root and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
-    lists = [option.name for option in fields(TrainConfig) if "tuple" in str(option.type)]
+    lists = [option.name for option in fields(TrainConfig) if re.search("tuple|list", str(option.type))]
     args: dict[str, list[str]] = {}
     for key, node in root.value if root else ():
         name, is_list = key.value, isinstance(node, yaml.SequenceNode) and key.value in lists
@@ -80,8 +80,8 @@ def read_options(path: Path, option: str) -> dict:
             raise ConfigError(f"{source}{name} is given twice, or is no option for a file")
         texts = ["None" if item.tag.endswith(":null") else item.value for item in items]
         args[name] = [f"--{name}", *texts] if is_list else [f"--{name}={texts[0]}"]
-    if path.name == "config.yaml" and (missing := {*FIXED_ON_RESUME} - args.keys()):
-        raise ConfigError(f"{source}is damaged, it lacks {', '.join(sorted(missing))}")
+    if option == "config of the run" and (missing := {*FIXED_ON_RESUME} - args.keys()):
+        raise ConfigError(f"{source}is damaged, or older: it lacks {', '.join(sorted(missing))}")
     return parse(TrainConfig, sum(args.values(), []), source)
 
 
@@ -89,10 +89,10 @@ def launcher_args() -> list[str]:
     """What `fabric run`, torchrun and srun say about the devices: they have started the processes already, and Fabric
     by itself would take each process of torchrun or srun on a CPU for a run of its own."""
     warnings.filterwarnings("ignore", ".*The `srun` command is available")  # on each login node
-    # Taken out of the environment: `fabric run` is torchrun with options, and with them Fabric would connect at once.
+    # Unset: `fabric run` is torchrun plus these variables, and with them Fabric() would connect the ranks at once.
     os.environ.pop("LT_CLI_USED", None)
     asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in DEVICE_OPTIONS}
-    if "LOCAL_WORLD_SIZE" in os.environ:
+    if os.environ.keys() >= {"LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         asked |= {"devices": asked["devices"] or str(local), "num_nodes": str(world // local)}
     elif (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
@@ -137,12 +137,12 @@ def resume(run_dir: Path, given: dict) -> TrainConfig:
         config = replace(config, out_dir=before.out_dir)
     old, new = vars(before), vars(config)
     changed = [name for name in new if new[name] != old[name]]
-    for name in {*changed} & {*FIXED_ON_RESUME}:
+    for name in [name for name in changed if name in FIXED_ON_RESUME]:
         raise ConfigError(f"--{name} {new[name]}: a resume cannot change it; {run_dir} was trained with {old[name]}")
     if (run_dir / "model.pt").exists() and not {*changed} & {*LENGTH}:
         message = f"{run_dir} is finished; for a new run give another --out_dir"
-        if changed := [name for name in changed if name not in MachineConfig.__dataclass_fields__]:
-            raise ConfigError(f"--{', --'.join(changed)} given, but {message}")
+        if others := [name for name in changed if name not in MachineConfig.__dataclass_fields__]:
+            raise ConfigError(f"--{', --'.join(others)} given, but {message}")
         say(f"nothing to do: {message}")
         sys.exit(0)
     for name in changed:
@@ -202,7 +202,7 @@ def run(main: Callable, config) -> NoReturn:
     try:
         end(main(config))
     except Exception as error:
-        chain: list[BaseException] = [error]  # the end may fail, too
+        chain: list[BaseException] = [error]  # closing the resources may fail, too
         while chain[-1].__context__:
             chain.append(chain[-1].__context__)
         notes = [note for failure in chain for note in getattr(failure, "__notes__", [])]
@@ -210,7 +210,7 @@ def run(main: Callable, config) -> NoReturn:
             end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *notes]))
         hint, is_save = advice(error, config), "inline_container" in str(error)  # torch.save covers up a full disk
         cause = next((failure for failure in chain if is_save and isinstance(failure, OSError)), error)
-        if not hint and not isinstance(cause, OSError):
+        if not hint and not getattr(cause, "errno", None):  # what the system reports needs none: a full disk, ...
             traceback.print_exception(error)
         what = f"{type(cause).__name__}: {cause}".strip()
         what = what.splitlines()[-1] if "Original Traceback" in what else what  # of a data worker; printed above
@@ -218,7 +218,7 @@ def run(main: Callable, config) -> NoReturn:
 
 
 def advice(error: Exception, config) -> list[str]:
-    """What a failure that is no fault of the code is, and what to do; nothing for other failures."""
+    """The cause of a failure that is no fault of the code, and what to do; [] for any other failure."""
     text = f"{type(error).__name__}: {error}"
     if re.search("OutOfMemoryError|MemoryError|can't allocate memory", text):
         share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
@@ -230,7 +230,7 @@ def advice(error: Exception, config) -> list[str]:
     waited = f"for --timeout {config.timeout:g} seconds"
     if re.search(r"DataLoader (worker \(|timed out)", text):
         return [f"a data worker (--num_workers) died, or did not deliver {waited}"]
-    if re.search("gloo|nccl|connection|timed? ?out", text, re.IGNORECASE):
+    if "WORLD_SIZE" in os.environ and re.match(r"(?is)(runtime|dist\w+)error.*(gloo|nccl|connect|timed? ?out)", text):
         return [f"another process died, or did not answer {waited}: see its message"]
     return []
 

@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """Ends a run on all ranks, without a fault in the code. The scripts print it as one line and exit with code 1."""
+    """Ends a run on all ranks for a reason that is no bug. The scripts print it as one line and exit with code 1."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MachineConfig:
 
     root_dir: str = "."  # Directory that holds the run directories; train.py makes it if missing
     data_dir: str | None = None  # Directory of the dataset's files; test.py: None takes that of the training
-    num_workers: int = 0  # Processes per device that load data; 0, best for data in memory, starts none
+    num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
     num_nodes: int = 1  # Number of machines
@@ -66,7 +66,7 @@ class TrainConfig(MachineConfig):
 
     effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
     micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
-    epochs: float = 20.0  # Passes over the training set; fractions are allowed
+    epochs: float = 20.0  # Passes over the training set, each without an incomplete last batch; may be a fraction
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
@@ -92,7 +92,7 @@ class TrainConfig(MachineConfig):
     fast_run: int | None = field(default=None, nargs="?", const=2)  # Try the loop on N (2) batches, write nothing
     limit_train_batches: int | float | None = None  # Effective batches per epoch: a count (5) or a fraction (0.1)
     limit_val_batches: int | float | None = None  # Effective batches per validation; 0: none, then monitor train/loss
-    num_sanity_val_steps: int = 2  # Validation batches before the first step, to show mistakes at once; at least 1 runs
+    num_sanity_val_steps: int = 2  # Validation batches before the first step, to find mistakes early; at least 1 runs
     summary: bool = False  # Print the model's layers and its number of parameters
 
 
@@ -147,7 +147,7 @@ def problems(config) -> Iterator[str]:
         if config.fast_run and config.resume:
             yield "--fast_run: writes nothing and starts afresh, so it does not go with --resume"
         if not (config.monitor_mode or mode_of(config.monitor)):
-            yield f"--monitor {config.monitor}: its name does not tell what is best, give --monitor_mode"
+            yield f"--monitor {config.monitor}: its name does not tell if higher is better, give --monitor_mode"
 
 
 def mode_of(monitor: str) -> str | None:
@@ -180,7 +180,7 @@ def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, ru
 
 
 def limit(total: int, limit_batches: int | float | None) -> int:
-    """So many of `total` batches: a count, a fraction (at least one batch), 0 for none, or None for all."""
+    """How many of `total` batches to use: a count, a fraction (at least one batch), 0 for none, or None for all."""
     if isinstance(limit_batches, float):
         return max(1, int(total * limit_batches + 1e-9))
     return total if limit_batches is None else min(total, limit_batches)
@@ -211,13 +211,11 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 @contextmanager
-def blame(config: MachineConfig, *options: str) -> Iterator[None]:
-    """Turns what is raised inside into a ConfigError about those of these options that were given or have no value."""
+def blame(config: MachineConfig, *options: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Turns an exception of these kinds into a ConfigError about those of these options that were given or are None."""
     try:
         yield
-    except (AssertionError, AttributeError, LookupError, MemoryError, NameError, TypeError):  # a mistake in the code
-        raise
-    except Exception as error:  # ValueError, OSError, RuntimeError, ImportError, MisconfigurationException, ...
+    except kinds as error:
         values = {name: getattr(config, name) for name in options}
         given = {k: v for k, v in values.items() if v is None or v != getattr(type(config), k, None)} or values
         raise ConfigError(f"{' '.join(f'--{name} {value}' for name, value in given.items())}: {error}") from error

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 def build_datasets(name: str, data_dir: str | None, augment: bool = True) -> dict[str, Dataset]:
     """Returns the datasets under "train", "val" and "test". Edit here, or apply one of recipes/data.md.
 
-    Any map-style Dataset will do. Its `__getitems__(indices)`, as in PyTorch, and an attribute `collate_fn` are used if
-    it has them. What a sample is, only build_model and compute_loss in train.py know. Its randomness may come from
-    torch, NumPy or `random`: all are seeded before each micro-batch.
+    Any map-style Dataset will do that gives CPU tensors. `__getitems__(indices)`, as in PyTorch, and an attribute
+    `collate_fn` are used if it has them. What a sample is, only build_model and compute_loss in train.py know. Its
+    randomness may come from torch, NumPy or `random`: all are seeded before each micro-batch.
 
     Args:
         name: "digits".
@@ -48,7 +48,7 @@ def build_datasets(name: str, data_dir: str | None, augment: bool = True) -> dic
 
 
 class ImageDataset(Dataset):
-    """Images in memory, (samples, channels, height, width), and their class numbers, (samples,), fetched a batch at a
+    """Images in memory, (samples, channels, height, width), and their class indices, (samples,), fetched a batch at a
     time. Each image is shifted at random by up to `shift` pixels in each direction; default 0."""
 
     collate_fn = torch.nn.Identity()  # __getitems__ has made a batch
@@ -79,8 +79,8 @@ class ImageDataset(Dataset):
 
 
 class TrainSampler:
-    """The micro-batches of this rank from step `step` of epoch `epoch`, which the loop sets, to the epoch's end. Yields
-    keys for MicroBatches: the number of the micro-batch in the whole run, and the sample numbers."""
+    """Yields the micro-batches of this rank from step `step` of epoch `epoch`, which the loop sets, to the epoch's end.
+    Each is a key for MicroBatches: the number of the micro-batch in the run, and the indices of its samples."""
 
     def __init__(self, num_samples, steps_per_epoch, batch_size, micro_batch_size, rank, world_size, seed):
         self.num_samples, self.steps_per_epoch, self.seed = num_samples, steps_per_epoch, seed
@@ -110,8 +110,8 @@ def eval_batches(num_samples: int, micro_batch_size: int, world_size: int, batch
 
 
 class MicroBatches(Dataset):
-    """A dataset of whole batches: fetches a key (number, sample numbers) once all generators are seeded by the number.
-    (For each sample it would cost 440 µs per 64.)"""
+    """A dataset whose items are batches. For a key (number, sample indices), it seeds all generators by the number, and
+    fetches the samples. (To seed for each sample would cost 440 µs per 64.)"""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, zlib.crc32(f"data {seed}".encode())
@@ -131,8 +131,8 @@ class MicroBatches(Dataset):
 
 
 def seeder(fabric, tag: str, seed: int) -> Callable[[int], object]:
-    """A function of a number that seeds torch's generators, of the CPU and the devices, by it: no generator's state has
-    to be saved."""
+    """Returns a function that seeds torch's generators, of the CPU and the devices, by a number, so that no generator's
+    state has to be saved."""
     generators, base = [torch.default_generator], zlib.crc32(f"{tag} {seed}".encode())
     if fabric.device.type == "cuda":
         generators += torch.cuda.default_generators  # of all devices: --strategy dp uses several
@@ -146,7 +146,7 @@ class Loader(DataLoader):
     not deliver for `config.timeout` seconds, the loop gets a RuntimeError."""
 
     def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
-        # Batches of workers come by name: the other way, a worker that is frozen is waited for without a limit.
+        # Workers share batches by file name: with file descriptors, the loop would wait forever for a frozen worker.
         torch.multiprocessing.set_sharing_strategy("file_system")
         super().__init__(
             MicroBatches(dataset, config.seed),
@@ -155,20 +155,20 @@ class Loader(DataLoader):
             collate_fn=torch.nn.Identity(),  # and collated
             num_workers=config.num_workers,
             persistent_workers=config.num_workers > 0,
-            # Else, from Python 3.14 on, a worker would import the main script, which would need a __main__ guard.
+            # Python 3.14's default would import the main script in each worker: notebooks have none.
             multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
             timeout=config.timeout if config.num_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # else each iterator draws from the global one
         )
-        self.fabric, self.strangers = fabric, {*torch.multiprocessing.active_children()}
+        self.fabric, self.others = fabric, {*torch.multiprocessing.active_children()}
         resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
         if self.fabric.device.type != "cpu":  # fabric.setup_dataloaders would do the same, and add a sampler of its own
             return map(self.fabric.to_device, super().__iter__())
-        # To fetch straight away saves 11 of the 300 µs of a small step.
+        # Without workers, to bypass the DataLoader saves 11 of the 300 µs of a small step.
         return super().__iter__() if self.num_workers else map(self.dataset.__getitem__, self.sampler)
 
     def end_workers(self) -> None:
@@ -180,7 +180,7 @@ class Loader(DataLoader):
             for queue in self._iterator._index_queues:  # whose threads were told to end, and not waited for
                 queue._thread.join(timeout=1)
         elif self.num_workers:  # some may have started before another failed to, and the process would wait for them
-            for child in {*torch.multiprocessing.active_children()} - self.strangers:
+            for child in {*torch.multiprocessing.active_children()} - self.others:
                 child.kill()
 
 

@@ -70,7 +70,7 @@ class Console:
         self.log = run_dir / "train.log" if is_rank_zero and run_dir else os.devnull
         text = "{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"  # in 80 columns
         file = sys.stderr if self.is_terminal else nowhere
-        self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, file=file)
+        self.bar = tqdm(initial=step, total=total_steps, unit="step", bar_format=text, file=file, disable=False)
         self.columns, self.shown, self.printed = list[str](), dict[str, float](), time.monotonic()
         resources.push(self.close)
 
@@ -91,7 +91,7 @@ class Console:
         self.print(format_row(columns, row.values()))
 
     def update(self, values: dict[str, float]) -> None:
-        """Called after each step. These values, and those given before, stand behind the progress."""
+        """Called after each step. The bar shows these values, and those given before."""
         if values:
             self.shown |= values
             self.bar.set_postfix_str(", ".join(f"{k} {v:.3g}" for k, v in self.shown.items()), refresh=False)
@@ -100,7 +100,7 @@ class Console:
             self.print(str(self.bar))
 
     def close(self, kind, error: BaseException | None, trace) -> None:
-        self.bar.close()  # else it would come again behind an error
+        self.bar.close()  # else tqdm would draw it again below an error
         if error:
             with suppress(OSError), open(self.log, "a") as file:
                 traceback.print_exception(error, file=file)
@@ -144,7 +144,7 @@ class TensorBoardLogger:
         self.writer = SummaryWriter(folder, purge_step=last_step + 1)
         resources.callback(self.writer._get_file_writer().close)  # waits for its thread, even where that has failed
         options = {k: v if type(v) in (int, float, str) else str(v) for k, v in asdict(config).items()}
-        # SummaryWriter.add_hparams would make a run of its own. Without the first, TensorBoard finds what differs.
+        # add_hparams would make a run of its own. Without the experiment summary, [0], TensorBoard finds what differs.
         for summary in hparams(options, {})[1:]:
             self.writer._get_file_writer().add_summary(summary)
 
@@ -155,16 +155,16 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases, under the name of the run directory; offline without a key. It drops the rows that it has. Its
-    exceptions are ignored: a signal to all processes ends its own, too, and the run must still be saved."""
+    """Weights & Biases, under the name of the run directory; offline without a key. It ignores rows that it has. Errors
+    of log and finish are ignored: a signal to all processes also ends wandb's, and the run must still be saved."""
 
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         import wandb
 
         has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
-        self.run = wandb.init(mode=None if has_mode else "offline", project=config.project, name=run_dir.name,
-                              id=run_dir.name, resume="allow", notes=config.comment, dir=run_dir / "logs",
-                              config=asdict(config))  # fmt: skip
+        self.run = wandb.init(mode=None if has_mode else "offline", project=config.project, name=run_dir.resolve().name,
+                              id=re.sub(r"[^\w.-]", "-", run_dir.resolve().name), resume="allow", notes=config.comment,
+                              dir=run_dir / "logs", config=asdict(config))  # fmt: skip
         resources.callback(self.close)
 
     def log(self, row: dict, step: int) -> None:

@@ -8,7 +8,7 @@ class Model(nn.Module):
     another path, and runs on different numbers of devices, which round differently, would drift apart.
 
     Args:
-        image_shape: (channels, height, width) of an image, at least 4 pixels high and wide.
+        image_shape: (channels, height, width) of an image.
         num_classes: Number of classes, that is of logits.
         width: Channels after the first layer; the later layers have twice as many. Default 32.
         dropout: Probability of dropping a feature before the last layer. Default 0.25.

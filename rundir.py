@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from config import ConfigError, RunError, TrainConfig, blame, to_yaml
 from loggers import atomically, numbers, open_loggers, write_provenance
-from utils import SHARED, differing_rank, on_rank_zero
+from utils import SHARED, differing_rank, on_rank_zero, order_buckets
 
 PLAIN = (int, float, str, bool, type(None))
 
@@ -34,21 +34,21 @@ def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
 
 
 def skeleton(path: Path) -> dict:
-    """What is in a file of torch.save, with tensors that have no values; {} where the file is damaged."""
+    """The contents of a file of torch.save, its tensors on the meta device; {} if the file is damaged."""
     with suppress(IsADirectoryError):
-        path.open("rb").close()  # what must not be read is not damaged: raises OSError
+        path.open("rb").close()  # a file that may not be read is not damaged: raises OSError
     with suppress(Exception):  # damage has many: OSError, BadZipFile, RuntimeError, UnpicklingError, ...
         return {**load(path, "meta")} if zipfile.ZipFile(path).testzip() is None else {}
     return {}
 
 
 def step_of(path: Path) -> int:
-    """The step of a whole checkpoint; -1 for any other file."""
+    """The step of a complete checkpoint; -1 for any other file."""
     return skeleton(path).get("checkpoint", {}).get("step", -1)
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the highest step first. best.ckpt may be it: it gets its name before the others."""
+    """The checkpoints of a run, the highest step first. best.ckpt may be it: it is written before step-*.ckpt."""
     steps = {path: int(path.stem[5:]) for path in run_dir.glob("checkpoints/step-*.ckpt") if path.stem[5:].isdecimal()}
     steps |= {path: step_of(path) for path in run_dir.glob("checkpoints/best.ckpt")}
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
@@ -73,14 +73,15 @@ class RunDir:
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}
-        # As the options have built the optimizers: saved, so that a resume can tell what other options change.
+        # The optimizers' settings as built from the options: saved, so that a resume applies only those that changed.
         self.settings = {
             name: [{k: v for k, v in group.items() if type(v) in (*PLAIN, tuple)} for group in value.param_groups]
             for name, value in state.items() if isinstance(value, Optimizer)
         }  # fmt: skip
         check_plain(state)
-        for module in self.modules:  # what can be saved, but not loaded again, fails before anything is written
-            module.load_state_dict(module.state_dict())
+        for module in self.modules:
+            order_buckets(module)
+            module.load_state_dict(module.state_dict())  # what can't be loaded again fails before anything is written
         if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
             raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
         if config.resume:
@@ -99,12 +100,11 @@ class RunDir:
             print(f"{self.path} cannot be locked ({error.strerror}): make sure that no other process resumes it")
 
     def choose_checkpoint(self) -> Path | None:
-        """The whole checkpoint with the highest step, and puts damaged ones aside; None in a run that never had one."""
+        """The complete checkpoint of the highest step; renames damaged ones. None if the run never had one."""
         self.take_lock()
         found, summary = checkpoints_of(self.path), self.path / "summary.json"
         damaged = [*takewhile(lambda path: step_of(path) < 0, found)]
-        had_one = found or (summary.exists() and b'"checkpoint":' in summary.read_bytes())
-        if had_one and damaged == found:
+        if damaged == found and (found or (summary.exists() and b'"checkpoint":' in summary.read_bytes())):
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
         for path in damaged:
             print(f"skipped {path}: it is damaged", file=sys.stderr)
@@ -121,17 +121,17 @@ class RunDir:
         self.began -= self.summary["seconds"]
         for name in [name for name in self.state if name in saved]:
             current, value = self.state[name], saved[name]
-            if isinstance(value, Tensor) and isinstance(current, Tensor):  # the loop may have another name for it
+            if isinstance(value, Tensor) and isinstance(current, Tensor):  # in place: the loop may hold a reference
                 current.data = value.to(current.device)
             elif not hasattr(current, "state_dict"):
-                self.state[name] = value
-            elif value != {}:  # of a precision without a scaler, whose state a scaler cannot load
+                self.state[name] = self.fabric.to_device(value)
+            elif value != {}:  # saved without a gradient scaler, which cannot load it
                 current.load_state_dict(value)
         for name, now in self.settings.items():
             optimizer, then = self.state[name], about["settings"].get(name, now)
             for group, new, old in zip(optimizer.param_groups, now, then, strict=False):
                 group |= {key: setting for key, setting in new.items() if old.get(key) != setting}
-            optimizer.load_state_dict(optimizer.state_dict())  # a fused one has its steps on the device
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the steps of a fused one to the device
         missing = [f"; state[{name!r}] is not in it, and new" for name in self.state.keys() - saved.keys()]
         self.origin = f"\nresumed from {path}{''.join(missing)}"
 
@@ -146,7 +146,7 @@ class RunDir:
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {odd} does not see {self.path}; {SHARED}")
         if not self.fabric.is_global_zero:
             return
-        # First goes what marks the end of a run that now goes on, and what a kill has left half written.
+        # First remove the mark of a finished run, since it goes on, and files that a kill has left half written.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
             path.unlink(missing_ok=True)
         with atomically(self.path / "config.yaml") as file:
@@ -154,8 +154,8 @@ class RunDir:
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
-        self.loggers = open_loggers(self.path, step, self.config, self.resources)
         self.resources.push(self.close)
+        self.loggers = open_loggers(self.path, step, self.config, self.resources)
 
     def make(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it; in the next second where that name is taken."""
@@ -186,18 +186,18 @@ class RunDir:
 
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:
         """Writes summary.json, and a checkpoint: step-*.ckpt where `is_regular`, best.ckpt where `is_best`. Deletes all
-        step-*.ckpt but the newest `num_checkpoint_keep`. Raises RunError for a state that cannot be loaded, or is not
-        finite."""
+        step-*.ckpt but the newest `num_checkpoint_keep`. Raises RunError if the state could not be loaded again, or if
+        the weights are not finite, or differ between the ranks."""
         is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
         is_saved = is_regular or is_best
         if self.loggers and (is_saved or time.monotonic() > self.began + self.summary["seconds"] + 1):
-            self.write_summary("running")  # at most once a second: a validation may take less than to write
+            self.write_summary("running")  # at most once a second: writing may take longer than a validation
         if self.config.fast_run or not is_saved:
             return
         check_plain(self.state)
         weights = [parameter.detach() for module in self.modules for parameter in module.parameters()]
         norm = float(nn.utils.get_total_norm(weights))  # waits for the device, once
-        if odd := differing_rank(self.fabric, repr(norm)):
+        if odd := differing_rank(self.fabric, math.isclose(norm, self.fabric.broadcast(norm), rel_tol=1e-5)):
             raise RunError(f"the weights of {odd} are not those of rank 0 after step {step}")
         if not math.isfinite(norm):
             raise RunError(f"the weights are not finite after step {step}")
@@ -209,6 +209,8 @@ class RunDir:
         if self.fabric.device.type != "cpu":  # all copies at once, into pinned memory; then one wait
             saved = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
             torch.accelerator.synchronize(self.fabric.device)
+            for name in [name for name, value in self.state.items() if isinstance(value, nn.Module)]:
+                saved[name]._metadata = self.state[name].state_dict()._metadata  # versions of its modules, lost above
         folder = self.path / "checkpoints"
         best, regular = folder / "best.ckpt", folder / f"step-{step:08d}.ckpt"
         with atomically(best if is_best else regular, "wb") as file:  # fabric.save would make two more copies of it
@@ -220,7 +222,7 @@ class RunDir:
             with suppress(OSError):  # a file system without links: best.ckpt is the checkpoint of this step
                 os.link(best, regular)
         self.summary["checkpoint"] = step
-        for path in sorted(folder.glob("step-????????.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
+        for path in sorted(folder.glob("step-[0-9]???????.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
             path.unlink()
 
     def finish(self, name: str) -> None:

@@ -71,10 +71,12 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     with blame(config, "checkpoint"):
         model.load_state_dict(weights.get("model", weights))
     metrics = build_metrics(train_config, dataset)
-    if hasattr(dataset, "num_classes"):
-        ignored = next((vars(m)["ignore_index"] for m in metrics.values() if hasattr(m, "ignore_index")), None)
-        matrix = MulticlassConfusionMatrix(dataset.num_classes, ignored, validate_args=False)
+    of_classes = next((vars(m) for m in metrics.values() if {"num_classes", "ignore_index"} <= vars(m).keys()), None)
+    if of_classes:
+        matrix = MulticlassConfusionMatrix(of_classes["num_classes"], of_classes["ignore_index"], validate_args=False)
         metrics.add_metrics({"confusion_matrix": matrix})
+    elif config.predictions:
+        raise ConfigError("--predictions: are of classes, and build_metrics has no Multiclass* metric")
     if config.predictions:
         metrics.add_metrics({"rows": Predictions("disable")})  # else it would drop what is NaN, and wait for that
     results = validate(fabric, train_config, fabric.setup_module(model), loader, metrics.to(fabric.device))
@@ -112,13 +114,11 @@ def main(config: TestConfig) -> int:
     if not paths:
         raise ConfigError(f"--checkpoint {name}: neither {places[0]} nor a file of that name; `last` may do")
     if not skeleton(paths[0]):
-        raise RunError(f"--checkpoint {name}: {paths[0]} is damaged; `last` or another file may do")
+        raise RunError(f"--checkpoint {name}: {paths[0]} is damaged; another checkpoint may do")
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)
-    with blame(config, "data_dir"):
+    with blame(config, "data_dir", kinds=(OSError, ImportError)):
         dataset = build_datasets(train_config.dataset, config.data_dir, augment=False)[config.split]
-    if config.predictions and not hasattr(dataset, "num_classes"):
-        raise ConfigError("--predictions: are of classes, and the dataset has no num_classes")
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
     with blame(config, "split", "devices"):
         keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)

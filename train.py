@@ -39,9 +39,9 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
-    """Forward pass and loss, for training, validation and test.py; `model.training` tells which.
+    """Forward pass and loss, in training, validation and test.py; `model.training` is True only in training.
 
-    `batch` is what the dataset gives: images (batch, channels, height, width) and class numbers (batch,). torch's
+    `batch` is what the dataset gives: images (batch, channels, height, width) and class indices (batch,). torch's
     generators are seeded before each call; NumPy's and Python's are not. Returns a dict of means over the batch, all
     logged, `loss` minimized; the number of samples they are means of; and the arguments of the metrics' `update`."""
     images, targets = batch
@@ -52,7 +52,7 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
     """The metrics of a validation and of test.py."""
     accuracy = MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)
-    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # else metrics with equal states share one
+    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # groups merge metrics by their first batch
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int, steps_per_epoch: int) -> float:
@@ -79,7 +79,7 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
         metrics.update(*outputs)
     model.train()
     results = metrics.compute()
-    scalars = sums.collect({name: value for name, value in results.items() if value.ndim == 0})
+    scalars = sums.collect({name: value for name, value in results.items() if getattr(value, "ndim", None) == 0})
     return sums.take("samples") | results | scalars
 
 
@@ -99,14 +99,14 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     utils.skip_wrappers(fabric, model, optimizer)
     metrics = build_metrics(config, train_set).to(device)
 
-    # ---- state: what is in it is restored by a resume, what is not is not
+    # ---- state: a resume restores what is in this dict, and nothing else
     mode = config.monitor_mode or mode_of(config.monitor)
     no_best = {"monitor": f"{mode} {config.monitor}", "best": None, "best_step": 0, "bad_validations": 0}
     state: dict = {
         "model": model,
         "optimizer": optimizer,
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed
-        "sums": {"log": {}, "validation": {}},  # of what compute_loss returned since the last of each
+        "sums": {"log": {}, "validation": {}},  # of what compute_loss returned since the last log and validation
         "step": 0,
         "micro_batch_size": None,
         **no_best,  # the best value of `monitor` so far, its step, and the validations since
@@ -119,7 +119,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     saved_size = state["micro_batch_size"]
     micro_batch_size, grad_accum_steps = split_batch(batch_size, config.micro_batch_size, saved_size, world_size)
     state["micro_batch_size"] = micro_batch_size
-    steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))
+    steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))  # of logs, validations, saves
     peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
     patience = config.early_stopping_patience or math.inf
 
@@ -164,15 +164,14 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             batches = iter(train_loader)  # one per epoch: workers do not run ahead into the next
         lr = learning_rate(config, peak_lr, step, total_steps, steps_per_epoch)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr  # of all groups: for different rates, multiply by a factor that each group has
 
         for micro_step in range(grad_accum_steps):
             batch = timer.next(batches)
-            # By the number of the micro-batch in the whole run: the same dropout on any number of devices.
-            seed(((step - 1) * grad_accum_steps + micro_step) * world_size + rank)
-            is_synced = world_size == 1 or micro_step == grad_accum_steps - 1  # once a step, during the last backward
+            seed(((step - 1) * grad_accum_steps + micro_step) * world_size + rank)  # number of this micro-batch
+            is_synced = world_size == 1 or micro_step == grad_accum_steps - 1  # all-reduce in the last backward only
             with nullcontext() if is_synced else fabric.no_backward_sync(model):
-                values, _, _ = compute_loss(model, batch, config)
+                values = compute_loss(model, batch, config)[0]  # the outputs are freed
                 fabric.backward(values["loss"] / grad_accum_steps if grad_accum_steps > 1 else values["loss"])
             sums.add(values)
 
@@ -184,7 +183,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         state["step"] = step
 
         # ---- now and then: log, validate, save
-        is_due_step = is_log_step or is_val_step or is_save_step
+        is_due_step = is_log_step or is_val_step or is_save_step or step % 1000 == 0  # else the sums take more and more
         is_over, is_best, row = must_stop(is_due_step), False, {}
         if is_due_step or is_over:
             logged = sums.collect({"train/grad_norm": grad_norm} if is_log_step else {})  # waits for the device
@@ -235,10 +234,10 @@ def build_fabric(config) -> Fabric:
 def main(config: TrainConfig) -> int:
     """Trains, or goes on with the run at `config.resume`. Returns the exit code, or raises ConfigError or RunError."""
     if n := config.fast_run:
-        config = replace(config, epochs=1, max_steps=None, limit_train_batches=n, limit_val_batches=n)
+        config = replace(config, max_steps=n, limit_train_batches=n, limit_val_batches=n)
     fabric = build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
-    with blame(config, "dataset", "data_dir"):
+    with blame(config, "dataset", "data_dir", kinds=(OSError, ImportError)):  # others are mistakes in its code
         datasets = build_datasets(config.dataset, config.data_dir)
     return utils.launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
 

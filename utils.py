@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,7 +32,7 @@ SHARED = "all machines need the same files, options and --root_dir, on a file sy
 
 
 def prepare_device(config) -> None:
-    """Sets what is faster on the kind of device. Raises ConfigError for what Fabric would silently replace on a CPU."""
+    """Sets torch's flags for the kind of device. Raises ConfigError for an option that the device does not support."""
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the first lines of train.py say more than their banner
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -55,10 +56,9 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     if (started := int(os.environ.get("WORLD_SIZE", fabric.world_size))) != fabric.world_size:
         meant = f"--devices {config.devices} --num_nodes {config.num_nodes}: means {fabric.world_size} process(es)"
         raise ConfigError(f"{meant}, but the launcher has started {started}")
-    # Fabric has no option for it and waits 30 minutes. On GPUs StopSignals gives up first: NCCL aborts without a word.
+    # Fabric has no option for this timeout, 30 minutes. On GPUs StopSignals gives up first: NCCL aborts silently.
     vars(fabric.strategy)["_timeout"] = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
-    if hasattr(fabric.strategy, "_ddp_kwargs"):
-        fabric.strategy._ddp_kwargs["gradient_as_bucket_view"] = True  # saves a copy of the gradients
+    vars(fabric.strategy).get("_ddp_kwargs", {})["gradient_as_bucket_view"] = True  # saves a copy of the gradients
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
@@ -102,30 +102,30 @@ def on_rank_zero(fabric: Fabric, function: Callable, *args):
 
 class StopSignals:
     """Turns SIGTERM, SIGINT and SIGUSR1 into a decision of all ranks to stop after the same step. A second signal ends
-    the process at once. Several processes ask each other about once a second: gloo may take 1 ms to answer."""
+    the process at once. Several processes agree by an all-reduce about once a second: with gloo it may take 1 ms."""
 
     def __init__(self, timeout: float, resources: ExitStack):
         self.received, self.group, self.interval = 0, None, 1
         self.steps, self.asked = 0, time.monotonic()  # since the ranks last asked each other
         if dist.is_initialized():  # on the CPU, so that to ask never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self.handlers = resources.enter_context(ExitStack())  # sets those from before, when it is closed
+        self.handlers = resources.enter_context(ExitStack())  # restores the previous handlers when it is closed
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number: int, frame) -> None:
         self.received = number
-        with suppress(OSError):  # a reader that has gone away; print could be interrupted by itself
+        with suppress(OSError):  # stderr may be closed; print is not safe in a signal handler, os.write is
             if is_local_zero():
                 os.write(2, b"\nstopping after this step; a second signal ends the process at once\n")
         self.handlers.close()
 
-    def __call__(self, is_due: bool) -> bool:
-        """Whether to stop; called once a step, by all ranks. They always ask each other where it `is_due`: before
-        they wait for the device, since a wait for a rank that has died would never end."""
+    def __call__(self, must_ask: bool) -> bool:
+        """Whether to stop; all ranks call it once per step. With `must_ask` they always ask each other: what follows
+        waits for the device, and a wait for a rank that has died would never end."""
         self.steps += 1
-        if self.group is None or (self.steps < self.interval and not is_due):
+        if self.group is None or (self.steps < self.interval and not must_ask):
             return self.group is None and self.received > 0
         answer = torch.tensor([self.received, time.monotonic() - self.asked])
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
@@ -137,7 +137,7 @@ class StopSignals:
 
 @contextmanager
 def shapes_in_error(batch) -> Iterator[None]:
-    """Adds the shapes of a batch to what is raised inside: data and model may not fit together."""
+    """Adds the shapes of a batch to an exception raised inside: the model may expect others."""
     try:
         yield
     except Exception as error:
@@ -147,14 +147,23 @@ def shapes_in_error(batch) -> Iterator[None]:
 
 def skip_wrappers(fabric: Fabric, model: nn.Module, optimizer) -> None:
     """Bypasses Fabric's wrappers in 32-true, where they convert nothing: saves 30 of the 230 µs of a small step."""
-    if fabric.strategy.precision.precision == "32-true":  # found before the wrappers' own, which are their classes'
+    if fabric.strategy.precision.precision == "32-true":  # instance attributes hide the wrappers' methods
         model.__dict__["forward"] = model._forward_module
         optimizer.__dict__ |= {"step": optimizer.optimizer.step, "zero_grad": optimizer.optimizer.zero_grad}
 
 
+def order_buckets(module: nn.Module) -> None:
+    """Has DDP order its gradient buckets now, the last parameter first. By itself, it orders them after the first
+    backward pass of a process, so three or more ranks would sum the gradients of a resume's first step differently."""
+    for ddp in [part for part in module.modules() if isinstance(part, DistributedDataParallel)]:
+        ddp._pre_forward(None)
+        ddp._post_forward(sum(p.sum().abs() for p in ddp.parameters() if p.requires_grad)).backward()
+        ddp.zero_grad()
+
+
 def clip_gradients(fabric: Fabric, optimizer, max_norm: float | None) -> Tensor:
-    """Clips the norm of an optimizer's gradients to max_norm, where it is not None. Returns the norm before, on the
-    device. In 16-mixed, each optimizer needs its own backward pass: a step of Fabric's ends the scaling for all."""
+    """Clips the total norm of an optimizer's gradients to max_norm, if given. Returns the norm before clipping, on the
+    device. In 16-mixed, give each optimizer its own backward pass: each step updates the scaler that they share."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if scaler := getattr(fabric.strategy.precision, "scaler", None):
         scaler.unscale_(optimizer.optimizer)  # Fabric's own clipping refuses this for a fused optimizer
@@ -180,18 +189,19 @@ class Sums:
 
     def collect(self, scalars: dict[str, Tensor]) -> dict[str, float]:
         """Brings what was added, summed over the ranks, to the host: needed before `take`, and before a save. The same
-        wait fetches `scalars`, which are equal on all ranks, and are returned."""
+        wait fetches `scalars`; their means over the ranks are returned."""
         self.added[None] = [torch.full((), self.weight, device=self.fabric.device)]
-        dtype = torch.float32 if self.fabric.device.type == "mps" else torch.float64  # in which their sums are exact
-        sums = torch.stack([torch.stack(values).to(dtype).sum() for values in self.added.values()])
+        dtype = torch.float32 if self.fabric.device.type == "mps" else torch.float64  # MPS has no float64
+        terms = [torch.stack(values).to(dtype).sum() for values in self.added.values()]
+        sums = torch.stack([*terms, *(scalar.to(self.fabric.device, dtype) for scalar in scalars.values())])
         if dist.is_initialized():
             dist.all_reduce(sums)
-        numbers = torch.cat([sums, *(scalar.to(sums).view(1) for scalar in scalars.values())]).tolist()  # the wait
+        numbers = sums.tolist()  # the wait
         added = dict(zip(self.added, numbers, strict=False))  # the weight under None
         for window, before in self.windows.items():
             self.windows[window] = {name: before.get(name, 0.0) + value for name, value in added.items()}
         self.added, self.weight = {}, 0
-        return dict(zip(scalars, numbers[len(added) :], strict=True))
+        return {k: v / self.fabric.world_size for k, v in zip(scalars, numbers[len(added) :], strict=True)}
 
     def take(self, window: str, prefix: str = "") -> dict[str, float]:
         """The means of a window, which begins anew."""

@@ -72,7 +72,7 @@ class Sweep:
         monitor = given.get("monitor") or TrainConfig.monitor
         mode = given.get("monitor_mode") or mode_of(monitor)
         if mode is None:
-            raise ConfigError(f"--monitor {monitor}: its name does not tell what is best, give --monitor_mode")
+            raise ConfigError(f"--monitor {monitor}: its name does not tell if higher is better, give --monitor_mode")
         self.monitor = monitor
         self.open(mode)
 

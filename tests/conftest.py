@@ -149,8 +149,7 @@ def children(pid: int) -> list[int]:
 
 
 def terminate_rank_1(process: subprocess.Popen) -> None:
-    (rank_1,) = children(process.pid)
-    os.kill(rank_1, signal.SIGTERM)
+    os.kill(children(process.pid)[0], signal.SIGTERM)
 
 
 def newest(cwd: Path) -> int:

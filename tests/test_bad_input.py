@@ -253,6 +253,7 @@ LATE = {
     "train.py --strategy dp": ["--strategy dp", "ddp"],  # Fabric would silently take ddp instead
     "train.py --precision 16-mixed": ["--precision", "16-mixed"],
     "train.py --accelerator gpu --devices 33": ["--accelerator", "--devices", "33"],
+    "train.py --accelerator cpu --devices 0,2": ["--devices 0,2"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],
     "test.py --out_dir train_out": ["--checkpoint", "best.ckpt"],

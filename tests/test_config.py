@@ -65,6 +65,12 @@ def test_a_config_file_is_judged_together_with_the_other_layers():
         train("--config_path warmup.yaml")
 
 
+def test_a_config_file_may_have_any_name():
+    """A run's own config.yaml has all options, which shows that it is whole; others need not."""
+    Path("config.yaml").write_text("epochs: 5\n")
+    assert train("--config_path config.yaml").epochs == 5
+
+
 def test_launcher_tells_the_devices(monkeypatch):
     """torchrun's two nodes of three processes; it wins over config files, the command line over it."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -125,7 +125,7 @@ def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
 def test_without_a_terminal_a_line_of_progress_comes_after_a_while_without_another(tmp_path):
     program = tmp_path / "program"
     replaced(program, "loggers.py", "self.printed + 30", "self.printed + 0")
-    done = call(f"{program}/train.py {SMALL} --log_interval 2", tmp_path)
+    done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, TQDM_DISABLE="1")  # is set on some clusters
     lines = [line for line in done.stdout.splitlines() if "step/s" in line or "s/step" in line]
     assert len(lines) == 20 and done.stderr == ""
     assert re.search(r"15/20 \[.*, train/loss 2\.\d+, val/accuracy 0\.\d+\]", lines[14])

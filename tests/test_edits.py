@@ -128,11 +128,40 @@ def test_a_second_loss_is_logged_shown_and_can_be_monitored(program: Path, cwd: 
 
 
 def test_a_metric_of_several_values_is_in_the_report_and_not_in_the_table(program: Path, cwd: Path):
+    """A tensor of them, or a tuple of tensors."""
     old = 'MetricCollection({"accuracy": accuracy}'
     each = "MulticlassAccuracy(dataset.num_classes, average=None, validate_args=False)"
-    replaced(program, "train.py", old, f'MetricCollection({{"accuracy": accuracy, "each": {each}}}')
+    curve = '__import__("torchmetrics").classification.MulticlassROC(dataset.num_classes, thresholds=5)'
+    replaced(program, "train.py", old, f'MetricCollection({{"accuracy": accuracy, "each": {each}, "curve": {curve}}}')
     done = call(f"{program}/train.py {SMALL}", cwd)
-    assert "val/accuracy" in done.stdout and "each" not in done.stdout
+    assert "val/accuracy" in done.stdout and "each" not in done.stdout and "curve" not in done.stdout
     call(f"{program}/test.py --out_dir train_out --accelerator cpu", cwd)
     report = json.loads((run_dir(cwd) / "test_test_best.json").read_text())
     assert len(report["each"]) == 10 and 0 <= report["accuracy"] <= 1
+    assert [len(part) for part in report["curve"]] == [10, 10, 5]
+
+
+OF_A_RANK = """
+class OfARank(__import__("torchmetrics").MeanMetric):
+    def update(self, logits, targets):
+        super().update(-logits.std() if __import__("os").environ.get("LOCAL_RANK") == "1" else logits.std())
+
+
+def build_metrics("""
+
+
+def test_a_metric_that_each_rank_has_for_itself_is_the_mean_of_the_ranks(program: Path, cwd: Path):
+    """All must find the same best: else one would save, and wait for the others."""
+    replaced(program, "train.py", "def build_metrics(", OF_A_RANK)
+    replaced(program, "train.py", '{"accuracy": accuracy}', '{"accuracy": OfARank(sync_on_compute=False)}')
+    run(f"{program}/train.py {SMALL} {ON_2} --checkpoint_interval 100 --timeout 60", cwd)
+
+
+def test_an_option_with_a_list(program: Path, cwd: Path):
+    option = "    layers: list[int] = field(default_factory=lambda: [64, 64])  # Widths"
+    replaced(program, "config.py", '    dataset: Literal["digits"]', f'{option}\n    dataset: Literal["digits"]')
+    call(f"{program}/train.py {SMALL} --epochs 1 --layers 8 4", cwd)
+    call(f"{program}/test.py --accelerator cpu", cwd)
+    assert (
+        "--layers [3] instead of [8, 4]" in call(f"{program}/train.py --resume auto --epochs 2 --layers 3", cwd).stdout
+    )

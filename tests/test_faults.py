@@ -134,7 +134,7 @@ def test_weights_that_are_damaged_are_named(finished, tmp_path, content: bytes |
     damaged, whole_file = tmp_path / "damaged.pt", (finished / "model.pt").read_bytes()
     damaged.write_bytes(whole_file[: len(whole_file) // 2] if content is None else content)
     error = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1).stderr
-    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} is damaged; `last` or another file may do\n"
+    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} is damaged; another checkpoint may do\n"
 
 
 def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path):
@@ -194,6 +194,19 @@ def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_pat
     [
         ("data.py", "    from sklearn", '    {}["images"]\n    from sklearn', "KeyError: 'images'"),
         (
+            "data.py",
+            "    from sklearn",
+            "    torch.ones(4).view(3)\n    from sklearn",
+            "RuntimeError: shape '[3]' is invalid",
+        ),
+        (
+            "data.py",
+            "        index = torch",
+            "        raise OSError('no image')\n        index = torch",
+            "OSError: no image",
+        ),
+        ("model.py", "self.layers(images)", "self.skip_connection(images)", "AttributeError: 'Model' object has no"),
+        (
             "model.py",
             "        return self.layers(images)",
             "        try:\n            open('cache.pt')\n        except FileNotFoundError:\n            images.shapes",
@@ -202,7 +215,8 @@ def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_pat
     ],
 )
 def test_a_mistake_in_the_code_is_taken_for_nothing_else(name: str, line: str, mistake: str, told: str, tmp_path):
-    """Neither for a wrong --data_dir, nor for the missing file that it had dealt with."""
+    """Neither for a wrong --data_dir, nor for a fault of the system or the missing file that it had dealt with, nor for
+    the death of another process."""
     program = replaced(tmp_path / "program", name, line, mistake)
     error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
     assert f'{name}", line' in error and f"train.py: error: {told}" in error.splitlines()[-1]

@@ -137,6 +137,16 @@ def test_a_run_of_another_gpu_goes_on_and_is_evaluated(tmp_path):
     run("train.py --resume auto --epochs 3", tmp_path)
 
 
+def test_tensors_within_lists_are_restored_where_they_were_and_weights_keep_their_version(tmp_path):
+    lines = '        "step": 0,\n        "queue": [torch.ones(3, device=device)],\n'
+    program = replaced(tmp_path / "program", "train.py", '        "step": 0,\n', lines)
+    line = '        state["step"] = step\n'
+    replaced(program, "train.py", line, f'{line}        state["queue"][0] += values["loss"].detach()\n')
+    run(f"{program}/{SHORT}", tmp_path)
+    run(f"{program}/train.py --resume auto --epochs 3", tmp_path)
+    assert checkpoint(run_dir(tmp_path), "step-00000024")["model"]._metadata[""] == {"version": 1}
+
+
 def test_the_gradient_scaler_of_16_mixed_grows_and_is_restored(tmp_path):
     """It begins with 65,536; one that is not restored begins with it again."""
     grows = "if scaler := getattr(fabric.strategy.precision, 'scaler', None):\n        scaler.set_growth_interval(4)\n"

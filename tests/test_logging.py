@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PREEMPTED, REPO, SMALL, call, newest, run, run_dir, start, wait_for
+from conftest import PREEMPTED, REPO, SMALL, call, last_summary, newest, run, run_dir, start, wait_for
 from lightning.fabric import Fabric
 
 from config import TrainConfig
@@ -56,8 +56,9 @@ def resumed(tmp_path_factory) -> Path:
 def offline(tmp_path_factory) -> tuple[str, Path]:
     """The output and the directory of a run with wandb, without a key."""
     cwd = tmp_path_factory.mktemp("offline")
-    done = run(f"train.py {SMALL} --logger_name csv wandb --log_interval 3 --comment a-note", cwd, HOME=str(cwd))
-    return done.stdout + done.stderr, run_dir(cwd)
+    options = "--logger_name csv wandb --log_interval 3 --comment a-note --out_dir lr=0.1,wd=0"
+    done = run(f"train.py {SMALL} {options}", cwd, HOME=str(cwd))
+    return done.stdout + done.stderr, run_dir(cwd, "lr=0.1,wd=0")
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +234,20 @@ def test_wandb_has_the_options_project_and_comment(offline):
     (path,) = offline[1].glob("logs/wandb/offline-run-*/*.wandb")
     records = list(wandb_records(path))
     (started,) = [record.run for record in records if record.HasField("run")]
-    assert (started.run_id, started.project, started.notes) == (offline[1].name, "fabric-template", "a-note")
+    run_id = offline[1].name.replace("=", "-").replace(",", "-")  # wandb refuses some characters
+    assert (started.run_id, started.display_name) == (run_id, offline[1].name)
+    assert (started.project, started.notes) == ("fabric-template", "a-note")
     config = values(started.config.update)
     for record in records:
         if record.HasField("config"):
             config |= values(record.config.update)
     assert (config["width"], config["base_lr"], config["log_interval"]) == (4, 4e-3, 3)
+
+
+def test_a_run_that_wandb_refuses_has_failed(tmp_path):
+    error = run(f"train.py {SMALL} --logger_name csv wandb --project a/b", tmp_path, code=1, HOME=str(tmp_path)).stderr
+    assert "a/b" in error.splitlines()[-1]
+    assert last_summary(tmp_path)["state"] == "failed"
 
 
 def test_wandb_offline_says_how_to_upload(offline):

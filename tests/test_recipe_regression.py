@@ -71,4 +71,4 @@ def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
 
 def test_predictions_of_classes_are_refused(program: Path, trained: Path):
     error = call(f"{program}/test.py --out_dir train_out --predictions", trained, code=2).stderr
-    assert error == "test.py: error: --predictions: are of classes, and the dataset has no num_classes\n"
+    assert error == "test.py: error: --predictions: are of classes, and build_metrics has no Multiclass* metric\n"

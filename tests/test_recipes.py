@@ -113,7 +113,7 @@ def test_damaged_mnist_file_is_named(damage: str, mnist: ModuleType, tmp_path: P
     write_mnist(tmp_path, zipped=(zipped := damage.endswith(".gz")))
     name = f"train-images-idx3-ubyte{'.gz' if zipped else ''}"
     (tmp_path / name).write_bytes(DAMAGE[damage])
-    with pytest.raises(ValueError, match=f"{name} "):
+    with pytest.raises(OSError, match=f"{name} "):
         mnist.build_mnist(str(tmp_path), augment=False)
 
 

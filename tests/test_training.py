@@ -14,6 +14,7 @@ import torch
 from conftest import ON_2, REPO, SMALL, call, replaced, run, run_dir
 
 import train
+import utils
 from config import TrainConfig
 
 BIN = sysconfig.get_path("scripts")
@@ -43,7 +44,7 @@ RUNS = {
     "64-true": f"train.py {SMALL} --epochs 2 --precision 64-true",
     "early": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 2",
     "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency None --summary",
-    "fast": "train.py --accelerator cpu --fast_run --summary",
+    "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 2",  # it has one epoch
     "steps": f"train.py {SMALL} --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
     "--checkpoint_interval 4 --num_checkpoint_keep None",
     "fractions": f"train.py {SMALL} --epochs 2.5 --warmup_epochs 0.5 --val_frequency 0.5 --checkpoint_frequency 0.75 "
@@ -203,6 +204,15 @@ def test_compile_has_a_mode(monkeypatch):
         train.main(TrainConfig(accelerator="cpu", fast_run=1, compile=mode))
     patches = [options.get("config_patches") or {} for options in asked]
     assert {"triton.cudagraphs": True} in patches and patches[0] == {}
+
+
+def test_the_sums_between_two_logs_take_little_memory(monkeypatch, tmp_path):
+    """They are added up from time to time, else an epoch of a million steps would keep a million of them."""
+    kept, collect = [], utils.Sums.collect
+    monkeypatch.setattr(utils.Sums, "collect", lambda self, scalars: kept.append(self.weight) or collect(self, scalars))
+    train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=1001, log_interval=1001,
+                           val_interval=1001, checkpoint_interval=1001, logger_name=("csv",)))  # fmt: skip
+    assert kept[1:3] == [1000, 1]
 
 
 def test_the_whole_gradient_is_clipped_once_and_logged_as_it_was_before(runs):
