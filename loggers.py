@@ -165,15 +165,15 @@ class WandbLogger:
         self.run = wandb.init(mode=None if has_mode else "offline", project=config.project, name=run_dir.resolve().name,
                               id=re.sub(r"[^\w.-]", "-", run_dir.resolve().name), resume="allow", notes=config.comment,
                               dir=run_dir / "logs", config=asdict(config))  # fmt: skip
-        resources.callback(self.close)
+        resources.push(self.close)
 
     def log(self, row: dict, step: int) -> None:
         with suppress(Exception):
             self.run.log(row, step=step)
 
-    def close(self) -> None:
+    def close(self, kind, error: BaseException | None, trace) -> None:
         with suppress(Exception):
-            self.run.finish()
+            self.run.finish(exit_code=int(error is not None))
 
 
 def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list:

@@ -183,7 +183,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         state["step"] = step
 
         # ---- now and then: log, validate, save
-        is_due_step = is_log_step or is_val_step or is_save_step or step % 1000 == 0  # else the sums take more and more
+        is_due_step = is_log_step or is_val_step or is_save_step or step % 1000 == 0  # for the memory of the sums
         is_over, is_best, row = must_stop(is_due_step), False, {}
         if is_due_step or is_over:
             logged = sums.collect({"train/grad_norm": grad_norm} if is_log_step else {})  # waits for the device
