@@ -279,7 +279,7 @@ def listing(cwd: Path) -> list[str]:
     return []
 
 
-STORMS = {  # options, share of the kills, at changes of the directory, processes
+STORMS = {  # options, share of the kills, at changes of the directory, processes: 2 also for more
     "kill storm": (LONG, 0.14, False, 1),
     "kill storm, workers": (f"{LONG} --num_workers 2", 0.12, False, 1),
     "kill storm, bf16, accumulation": (f"{LONG} --precision bf16-mixed --micro_batch_size 16", 0.12, False, 1),
@@ -287,7 +287,7 @@ STORMS = {  # options, share of the kills, at changes of the directory, processe
     "kill storm at changes": (LONG, 0.16, True, 1),
     "kill storm on 2": (f"{LONG} {ON_2}", 0.12, False, 2),
     "kill storm on 2, workers, wandb": (f"{LONG} {ON_2} --num_workers 2 {WANDB}", 0.1, False, 2),
-    "kill storm on 3 at changes": (f"{LONG} --devices 3 --strategy ddp --effective_batch_size 96", 0.12, True, 3),
+    "kill storm on 3 at changes": (f"{LONG} --devices 3 --strategy ddp --effective_batch_size 96", 0.12, True, 2),
 }
 for name, (options, share, at_changes, processes) in STORMS.items():
     storm = partial(kill_storm, options=options, share=share, at_changes=at_changes)
