@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 
 import torch
 from conftest import (
@@ -97,7 +98,18 @@ def fault(processes: int, root: bool = False):
 # ---- what is expected
 
 
-@cache
+def once(function):
+    """As functools.cache; a thread that needs what another one is making waits for it."""
+    lock, cached = Lock(), cache(function)
+
+    def call(*args):
+        with lock:
+            return cached(*args)
+
+    return call
+
+
+@once
 def expected(options: str) -> Path:
     """Where a run with these options was left alone."""
     cwd = Path(tempfile.mkdtemp(prefix="alone-", dir=BASE))
@@ -105,7 +117,7 @@ def expected(options: str) -> Path:
     return cwd
 
 
-@cache
+@once
 def interrupted() -> Path:
     """Where a run was killed. To be copied."""
     cwd = Path(tempfile.mkdtemp(prefix="interrupted-", dir=BASE))
