@@ -104,7 +104,8 @@ class RunDir:
         self.take_lock()
         found, summary = checkpoints_of(self.path), self.path / "summary.json"
         damaged = [*takewhile(lambda path: step_of(path) < 0, found)]
-        if damaged == found and (found or (summary.exists() and b'"checkpoint":' in summary.read_bytes())):
+        had_one = found or (summary.exists() and b'"checkpoint":' in summary.read_bytes())
+        if had_one and damaged == found:
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
         for path in damaged:
             print(f"skipped {path}: it is damaged", file=sys.stderr)
@@ -207,10 +208,10 @@ class RunDir:
         if not self.fabric.is_global_zero:
             return
         if self.fabric.device.type != "cpu":  # all copies at once, into pinned memory; then one wait
-            saved = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
+            states, saved = saved, tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
             torch.accelerator.synchronize(self.fabric.device)
-            for name in [name for name, value in self.state.items() if isinstance(value, nn.Module)]:
-                saved[name]._metadata = self.state[name].state_dict()._metadata  # versions of its modules, lost above
+            for name in [name for name, value in states.items() if hasattr(value, "_metadata")]:
+                saved[name]._metadata = states[name]._metadata  # the versions of its modules: tree_map drops them
         folder = self.path / "checkpoints"
         best, regular = folder / "best.ckpt", folder / f"step-{step:08d}.ckpt"
         with atomically(best if is_best else regular, "wb") as file:  # fabric.save would make two more copies of it

@@ -58,7 +58,7 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         raise ConfigError(f"{meant}, but the launcher has started {started}")
     # Fabric has no option for this timeout, 30 minutes. On GPUs StopSignals gives up first: NCCL aborts silently.
     vars(fabric.strategy)["_timeout"] = timedelta(seconds=config.timeout + (60 if fabric.device.type == "cuda" else 0))
-    vars(fabric.strategy).get("_ddp_kwargs", {})["gradient_as_bucket_view"] = True  # saves a copy of the gradients
+    getattr(fabric.strategy, "_ddp_kwargs", {})["gradient_as_bucket_view"] = True  # saves a copy of the gradients
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":  # PR_SET_PDEATHSIG: do not outlive the launcher
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":

@@ -162,10 +162,10 @@ def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path):
     """It is not taken for the newest, not counted among those that are kept, and not deleted."""
     call(f"train.py {SMALL} --epochs 2", tmp_path)
     folder = run_dir(tmp_path) / "checkpoints"
-    for name in ("step-baseline.ckpt", "step-00000004-copy.ckpt"):
+    for name in ("step-good.ckpt", "step-baseline.ckpt", "step-00000004-copy.ckpt"):
         shutil.copy(folder / "step-00000004.ckpt", folder / name)
     call("train.py --resume auto --epochs 4 --num_checkpoint_keep 2", tmp_path)
-    names = ["best", "step-00000004-copy", "step-00000012", "step-00000016", "step-baseline"]
+    names = ["best", "step-00000004-copy", "step-00000012", "step-00000016", "step-baseline", "step-good"]
     assert [path.stem for path in sorted(folder.iterdir())] == names
     assert f"{folder.name}/step-00000016.ckpt" in call("test.py --accelerator cpu --checkpoint last", tmp_path).stdout
 
