@@ -1,7 +1,7 @@
 """The command line: options, YAML files, what a launcher says, which run is meant; and how the process ends.
 
-Each source gives a dict of options, the lowest priority first: config of the run to resume, `--config_path` files,
-launcher, command line. One parser reads them, and one config is made of them. Torch is not imported for it.
+Options come from four sources, of which later ones win: the config of the run to resume, `--config_path` files, the
+launcher, the command line. One parser reads them all, and one config is made of them. Nothing here imports torch.
 """
 
 import argparse
@@ -13,136 +13,238 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import yaml
-from simple_parsing import ArgumentParser
+from simple_parsing import ArgumentParser, SimpleHelpFormatter
 
-from config import FIXED_ON_RESUME, LENGTH, ConfigError, MachineConfig, RunError, TestConfig, TrainConfig
+from config import FIXED_ON_RESUME, LENGTH_OPTIONS, ConfigError, MachineConfig, RunError, TestConfig, TrainConfig
 
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
 
+# ---- options as words: a dict like {"seed": ["7"], "logger_name": ["csv", "wandb"]}, whatever they come from
 
-def parse(cls: type, args: list[str], source: str = "") -> dict:
-    """The options of TrainConfig or TestConfig that are given in `args`, by name. Only names and types are checked:
-    raises ConfigError, which begins with `source`, for an unknown option or a value of the wrong type."""
-    may_be_none = {f"config.{f.name}" for f in fields(cls) if type(None) in get_args(f.type)}
 
-    class Parser(ArgumentParser):
-        def error(self, message):
-            message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
-            if unknown := re.match("unrecognized arguments: --([^ =]+)", message):
-                near = get_close_matches(unknown[1], [f.name for f in fields(cls)], n=1)
-                message = f"unknown option --{unknown[1]}" + (f"; did you mean --{near[0]}?" if near else "")
-            raise ConfigError(source + message.removeprefix("argument "))
+class HelpFormatter(SimpleHelpFormatter):
+    """Shows options that may be None as `--comment str`, not as `--comment [str]`: they need a value."""
 
-        def _preprocessing(self, *args, **kwargs):
-            super()._preprocessing(*args, **kwargs)
-            self._action_groups[-1].title = cls.__name__
-            for action in self._actions:  # simple_parsing lets each option that may be None stand without a value
-                if action.nargs == "?" and action.const is None and action.dest in may_be_none:
-                    action.nargs, action.metavar = None, str(action.metavar).strip("[]")
+    def _format_args(self, action, default_metavar):
+        text = super()._format_args(action, default_metavar)
+        needs_value = action.nargs == argparse.OPTIONAL and action.const is None
+        return text.strip("[]") if needs_value else text
 
-        def _get_values(self, action, arg_strings):
-            if arg_strings == ["None"] and action.dest not in may_be_none:
-                raise argparse.ArgumentError(action, "expected a value")
-            return None if arg_strings == ["None"] else super()._get_values(action, arg_strings)
+
+class Parser(ArgumentParser):
+    """Parses the options of a TrainConfig or TestConfig.
+
+    Args:
+        cls: The class.
+        source: The prefix of its error messages.
+    """
+
+    def __init__(self, cls: type, source: str):
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter)
+        self.cls = cls
+        self.source = source
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
+        unknown = re.match("unrecognized arguments: --([^ =]+)", message)
+        if unknown:
+            message = f"unknown option --{unknown[1]}"
+            near = get_close_matches(unknown[1], [option.name for option in fields(self.cls)], n=1)
+            if near:
+                message += f"; did you mean --{near[0]}?"
+        raise ConfigError(self.source + message.removeprefix("argument "))
+
+    def format_help(self) -> str:
+        return super().format_help().replace(" ['config']", "")  # the name of the group
+
+
+def may_be_none(option: Field) -> bool:
+    return type(None) in get_args(option.type)
+
+
+def may_be_bare(option: Field) -> bool:
+    """Whether an option may be given without a value."""
+    return option.type is bool or option.metadata.get("custom_args", {}).get("nargs") == "?"
+
+
+def words_of(argv: list[str]) -> dict[str, list[str]]:
+    """The options of a command line as words. If an option is given twice, the later one wins. Raises ConfigError."""
+    given: dict[str, list[str]] = {}
+    words: list[str] | None = None  # of the last option
+    for arg in argv:
+        if arg.startswith("--"):
+            name, equals, value = arg.removeprefix("--").partition("=")
+            words = [value] if equals else []
+            given[name] = words
+        elif arg == "-h":
+            given["help"] = []
+        elif words is None:
+            raise ConfigError(f"{arg}: expected an option, --NAME")
+        else:
+            words.append(arg)
+    return given
+
+
+def parse(cls: type, given: dict[str, list[str]], source: str = "") -> dict:
+    """The values of options of TrainConfig or TestConfig that are given as words. Only names and types are checked:
+    raises ConfigError, prefixed by `source`, for an unknown option or a value of the wrong type."""
+    options = {option.name: option for option in fields(cls)}
+    found: dict[str, Any] = {}
+    args = []
+    for name, words in given.items():
+        option = options.get(name)
+        if option and words == ["None"] and may_be_none(option):  # which simple_parsing does not know
+            found[name] = None
+        elif option and (words == ["None"] or not (words or may_be_bare(option))):
+            raise ConfigError(f"{source}--{name}: expected a value")
+        elif len(words) == 1:
+            args.append(f"--{name}={words[0]}")  # whatever it begins with
+        else:
+            args += [f"--{name}", *words]
 
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
-    parser = Parser(allow_abbrev=False)
-    default: Any = None if {"-h", "--help"} & {*args} else argparse.SUPPRESS  # only the help is to show the defaults
+    default: Any = None if "help" in given else argparse.SUPPRESS  # only the help shows defaults
+    parser = Parser(cls, source)
     parser.add_arguments(cls, dest="config", default=default)
-    return getattr(parser.parse_args(args), "config", {})
+    return getattr(parser.parse_args(args), "config", {}) | found
 
 
 def read_options(path: Path, option: str) -> dict:
-    """The options that a YAML file gives, by name. All values are read as text: the parser knows better than YAML that
-    1e-3 is a number. Raises ConfigError, also for an unknown option or a value of the wrong type."""
+    """The values of the options in a YAML file. They are read as words, and parsed like those of the command line: YAML
+    would take 1e-3 for a string. Raises ConfigError for a file, a name or a value that is wrong."""
     source = f"{option} {path}: "
     try:
         root = yaml.compose(path.read_text())
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{option}: cannot read {path}: {error}") from None
-    if root and not isinstance(root, yaml.MappingNode):
+    if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
-    lists = [option.name for option in fields(TrainConfig) if re.search("tuple|list", str(option.type))]
-    args: dict[str, list[str]] = {}
+    lists = {option.name for option in fields(TrainConfig) if re.search("tuple|list", str(option.type))}
+    given: dict[str, list[str]] = {}
     for key, node in root.value if root else ():
-        name, is_list = key.value, isinstance(node, yaml.SequenceNode) and key.value in lists
+        is_list = isinstance(node, yaml.SequenceNode)
         items = node.value if is_list else [node]
-        if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
-            raise ConfigError(f"{source}line {key.start_mark.line + 1}: {name}: expected one value")
-        if name in args or name == "config_path":
-            raise ConfigError(f"{source}{name} is given twice, or is no option for a file")
-        texts = ["None" if item.tag.endswith(":null") else item.value for item in items]
-        args[name] = [f"--{name}", *texts] if is_list else [f"--{name}={texts[0]}"]
-    if option == "config of the run" and (missing := {*FIXED_ON_RESUME} - args.keys()):
-        raise ConfigError(f"{source}is damaged, or older: it lacks {', '.join(sorted(missing))}")
-    return parse(TrainConfig, sum(args.values(), []), source)
+        are_texts = all(isinstance(item, yaml.ScalarNode) for item in (key, *items))
+        if not are_texts or (is_list and key.value not in lists):
+            raise ConfigError(f"{source}line {key.start_mark.line + 1}: {key.value}: expected one value")
+        if key.value in given or key.value == "config_path":
+            raise ConfigError(f"{source}{key.value} is given twice, or is no option for a file")
+        given[key.value] = ["None" if item.tag.endswith(":null") else item.value for item in items]
+    return parse(TrainConfig, given, source)
 
 
-def launcher_args() -> list[str]:
-    """What `fabric run`, torchrun and srun say about the devices: they have started the processes already, and Fabric
-    by itself would take each process of torchrun or srun on a CPU for a run of its own."""
+def to_yaml(config: TrainConfig) -> str:
+    """The config as YAML for `--config_path`, without the two options that tell where it came from."""
+    options = asdict(config)
+    del options["resume"], options["config_path"]
+    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+
+
+@contextmanager
+def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Turns an exception of these kinds into a ConfigError that names the options: those whose value differs from their
+    default or is None; if there are none, all."""
+    try:
+        yield
+    except kinds as error:
+        values = {name: getattr(config, name) for name in options}
+        given = {name for name, value in values.items() if value is None or value != getattr(type(config), name)}
+        words = [f"--{name} {value}" for name, value in values.items() if name in given or not given]
+        raise ConfigError(f"{' '.join(words)}: {error}") from error
+
+
+# ---- launchers
+
+
+def words_of_launcher() -> dict[str, list[str]]:
+    """The options of `fabric run`, torchrun or srun, which have already started the processes. Without them, Fabric
+    would take each process of torchrun or srun on a CPU for a run of its own."""
     warnings.filterwarnings("ignore", ".*The `srun` command is available")  # on each login node
-    # Unset: `fabric run` is torchrun plus these variables, and with them Fabric() would connect the ranks at once.
+    # Unset them: `fabric run` is torchrun with these variables, and with them Fabric() would connect the ranks at once.
     os.environ.pop("LT_CLI_USED", None)
     asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in DEVICE_OPTIONS}
-    if os.environ.keys() >= {"LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
-        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-        asked |= {"devices": asked["devices"] or str(local), "num_nodes": str(world // local)}
-    elif (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
-        os.environ |= {"WORLD_SIZE": str(tasks), "SLURM_JOB_NAME": "srun"}  # Fabric takes a job `bash` for a shell
-        nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
-        asked |= {"devices": str(tasks // nodes), "num_nodes": str(nodes)}
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ:
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        asked["devices"] = asked["devices"] or str(local_size)
+        asked["num_nodes"] = str(int(os.environ["WORLD_SIZE"]) // local_size)
+    elif tasks > 1:
+        os.environ["WORLD_SIZE"] = str(tasks)
+        os.environ["SLURM_JOB_NAME"] = "srun"  # Fabric takes a job named `bash` for a shell
+        num_nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+        asked["devices"] = str(tasks // num_nodes)
+        asked["num_nodes"] = str(num_nodes)
     else:
-        os.environ.pop("SLURM_NTASKS", None)  # Fabric would wait for ranks in the shell of a job, where none is started
-    return [f"--{name}={value}" for name, value in asked.items() if value]
+        os.environ.pop("SLURM_NTASKS", None)  # in the shell of a job, Fabric would wait for ranks that nobody starts
+    return {name: [value] for name, value in asked.items() if value}
+
+
+def is_local_zero() -> bool:
+    """Whether this is the first process of its machine, by the environment: before Fabric is there."""
+    # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and in all processes launched from there.
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+# ---- which run is meant
 
 
 def newest_run(name: str, root_dir: str) -> Path | None:
-    """The newest run whose directory is `name` behind a timestamp, if there is one."""
+    """The newest run whose directory is named by a timestamp and `name`; None if there is none."""
     base = Path(root_dir) / name
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
-    runs = [file.parent for file in base.parent.glob("*/config.yaml") if pattern.fullmatch(file.parent.name)]
-    return max(runs, default=None)
+    folders = [file.parent for file in base.parent.glob("*/config.yaml")]
+    return max((folder for folder in folders if pattern.fullmatch(folder.name)), default=None)
 
 
 def find_run(option: str, name: str, root_dir: str) -> Path:
-    """The run directory with this path or name, or the newest with this name behind a timestamp. Raises ConfigError."""
+    """The run directory with this path or name, or the newest with a timestamp and this name. Raises ConfigError."""
     for path in (Path(root_dir) / name, Path(name)):
-        if os.path.isfile(path / "config.yaml"):  # False also where it must not be read
+        if os.path.isfile(path / "config.yaml"):  # False, not an error, if the directory is not readable
             return path
-    if run_dir := newest_run(name, root_dir):
-        say(f"{option} {name}: {run_dir} is the newest run of that name")
-        return run_dir
-    raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
+    run_dir = newest_run(name, root_dir)
+    if run_dir is None:
+        raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
+    say(f"{option} {name}: {run_dir} is the newest run of that name")
+    return run_dir
 
 
 def read_config(run_dir: Path) -> TrainConfig:
-    """The config that a run was trained with. Raises ConfigError where it is damaged."""
-    return TrainConfig(**read_options(run_dir / "config.yaml", "config of the run"))
+    """The config that a run was trained with. Raises ConfigError if it is damaged."""
+    path = run_dir / "config.yaml"
+    options = read_options(path, "config of the run")
+    missing = sorted(set(FIXED_ON_RESUME) - options.keys())
+    if missing:
+        raise ConfigError(f"config of the run {path}: is damaged, or older: it lacks {', '.join(missing)}")
+    return TrainConfig(**options)
 
 
 def resume(run_dir: Path, given: dict) -> TrainConfig:
-    """The config of a run with the given options over it; what changes is printed. Ends the process where the run is
-    finished. Raises ConfigError for a change that a resume cannot make."""
+    """The config of a run, updated by the given options, which are printed. Exits if the run is finished. Raises
+    ConfigError for a change that a resume cannot make."""
     before = replace(read_config(run_dir), resume=str(run_dir), config_path=given.get("config_path"))
     config = replace(before, **given | {"resume": str(run_dir)})
     if Path(config.out_dir).name == Path(before.out_dir).name:  # --resume auto --out_dir FOLDER/NAME
         config = replace(config, out_dir=before.out_dir)
-    old, new = vars(before), vars(config)
+    old = vars(before)
+    new = vars(config)
     changed = [name for name in new if new[name] != old[name]]
-    for name in [name for name in changed if name in FIXED_ON_RESUME]:
-        raise ConfigError(f"--{name} {new[name]}: a resume cannot change it; {run_dir} was trained with {old[name]}")
-    if (run_dir / "model.pt").exists() and not {*changed} & {*LENGTH}:
+    for name in changed:
+        if name in FIXED_ON_RESUME:
+            trained = f"{run_dir} was trained with {old[name]}"
+            raise ConfigError(f"--{name} {new[name]}: a resume cannot change it; {trained}")
+    if (run_dir / "model.pt").exists() and not set(changed) & set(LENGTH_OPTIONS):
         message = f"{run_dir} is finished; for a new run give another --out_dir"
-        if others := [name for name in changed if name not in MachineConfig.__dataclass_fields__]:
-            raise ConfigError(f"--{', --'.join(others)} given, but {message}")
+        others = [f"--{name}" for name in changed if name not in MachineConfig.__dataclass_fields__]
+        if others:
+            raise ConfigError(f"{', '.join(others)} given, but {message}")
         say(f"nothing to do: {message}")
         sys.exit(0)
     for name in changed:
@@ -151,80 +253,96 @@ def resume(run_dir: Path, given: dict) -> TrainConfig:
 
 
 def parse_train(argv: list[str]) -> TrainConfig:
-    """The command line of train.py; `resume` becomes the path of the run to go on with, or None. Raises ConfigError."""
+    """The config of train.py. Its `resume` is the path of the run to resume, or None. Raises ConfigError."""
     if sum(arg.startswith("--config_path") for arg in argv) > 1:
-        raise ConfigError("--config_path: give all files behind one, the later wins")
-    given = parse(TrainConfig, launcher_args() + argv)
-    for path in reversed(given.get("config_path") or ()):  # what is given already wins over it
+        raise ConfigError("--config_path: give it once, with all files; the later files win")
+    given = parse(TrainConfig, words_of_launcher() | words_of(argv))
+    for path in reversed(given.get("config_path") or ()):  # what is already given wins
         given = read_options(Path(path), "--config_path") | given
-    name, out_dir, root_dir = (given.get(k, getattr(TrainConfig, k)) for k in ("resume", "out_dir", "root_dir"))
-    if name is None:
-        return TrainConfig(**given)
-    run_dir = newest_run(out_dir, root_dir) if name == "auto" else find_run("--resume", name, root_dir)
-    return resume(run_dir, given) if run_dir else TrainConfig(**given | {"resume": None})
+    name = given.get("resume")
+    out_dir = given.get("out_dir", TrainConfig.out_dir)
+    root_dir = given.get("root_dir", TrainConfig.root_dir)
+    run_dir = None
+    if name == "auto":
+        run_dir = newest_run(out_dir, root_dir)
+    elif name is not None:
+        run_dir = find_run("--resume", name, root_dir)
+    if run_dir is None:
+        return TrainConfig(**given | {"resume": None})
+    return resume(run_dir, given)
 
 
 def parse_test(argv: list[str]) -> TestConfig:
-    """The command line of test.py; `out_dir` becomes the path of the run. Raises ConfigError."""
-    config = TestConfig(**parse(TestConfig, launcher_args() + argv))
+    """The config of test.py. Its `out_dir` is the path of the run. Raises ConfigError."""
+    config = TestConfig(**parse(TestConfig, words_of_launcher() | words_of(argv)))
     return replace(config, out_dir=str(find_run("--out_dir", config.out_dir, config.root_dir)))
 
 
-def is_local_zero() -> bool:
-    """Whether this is the first process of its machine, as far as the environment tells before Fabric is there."""
-    # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and so in all processes launched from there.
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+# ---- how the process begins and ends
 
 
-def say(message: str) -> None:
-    if is_local_zero():
-        try:
-            print(message, flush=True)
-        except OSError:  # the reader has gone, as of `| head`: the run goes on without it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def options(parse_options: Callable):
-    """Parses the command line of this process; a mistake ends it with one line."""
-    gc.disable()  # the imports that follow make a million objects that stay; `run` enables it
+def parse_or_exit(parse: Callable) -> Any:
+    """Parses the command line of this process. A mistake ends the process with one line. Also prepares the process:
+    signals, closed streams, and no garbage collection until `run`."""
+    gc.disable()  # until `run`: the imports create a million objects that stay, and the start takes 2 s less
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    if sys.stdout is None:  # if it was closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
-        return parse_options(sys.argv[1:])
+        return parse(sys.argv[1:])
     except ConfigError as error:
         end(2, str(error))
 
 
-def run(main: Callable, config) -> NoReturn:
-    """Ends the process with the exit code of main(config), or with a last line that says what failed and what to do."""
+def say(message: str) -> None:
+    """Prints a line, on the first process of each machine."""
+    if not is_local_zero():
+        return
+    try:
+        print(message, flush=True)
+    except OSError:  # the reader is gone, as with `| head`: continue without it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run(main: Callable, config: Any) -> NoReturn:
+    """Ends the process with the exit code of main(config), or with a last line about what failed and what to do."""
     gc.enable()
-    gc.freeze()  # what is there by now is never searched for garbage
+    gc.freeze()  # the objects of the imports are never searched for garbage
     try:
         end(main(config))
     except Exception as error:
-        chain: list[BaseException] = [error]  # closing the resources may fail, too
+        chain: list[BaseException] = [error]  # closing the resources may have failed, too
         while chain[-1].__context__:
             chain.append(chain[-1].__context__)
         notes = [note for failure in chain for note in getattr(failure, "__notes__", [])]
         if isinstance(error, (ConfigError, RunError)):
             end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *notes]))
-        hint, is_save = advice(error, config), "inline_container" in str(error)  # torch.save covers up a full disk
-        cause = next((failure for failure in chain if is_save and isinstance(failure, OSError)), error)
-        if not hint and not getattr(cause, "errno", None):  # what the system reports needs none: a full disk, ...
+
+        cause: BaseException = error
+        if "inline_container" in str(error):  # torch.save hides the cause, such as a full disk
+            cause = next((failure for failure in chain if isinstance(failure, OSError)), error)
+        hint = advice(error, config)
+        if not hint and not getattr(cause, "errno", None):  # an error of the system, such as a full disk, needs none
             traceback.print_exception(error)
         what = f"{type(cause).__name__}: {cause}".strip()
-        what = what.splitlines()[-1] if "Original Traceback" in what else what  # of a data worker; printed above
+        if "Original Traceback" in what:  # of a data worker, printed above
+            what = what.splitlines()[-1]
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 
-def advice(error: Exception, config) -> list[str]:
-    """The cause of a failure that is no fault of the code, and what to do; [] for any other failure."""
+def advice(error: Exception, config: Any) -> list[str]:
+    """The cause and the remedy of a failure that is not a bug; [] for any other failure."""
     text = f"{type(error).__name__}: {error}"
     if re.search("OutOfMemoryError|MemoryError|can't allocate memory", text):
         share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
-        smaller = [size for size in range(1, getattr(config, "micro_batch_size", 1) or share) if share % size == 0]
-        size = f"--micro_batch_size {smaller[-1]} for the same effective batch size" if smaller else "smaller batches"
-        return [f"out of memory: try {size}, or a smaller model"]
+        used = getattr(config, "micro_batch_size", 1) or share
+        smaller = [size for size in range(1, used) if share % size == 0]
+        if smaller:
+            return [f"out of memory: try --micro_batch_size {smaller[-1]} for the same effective batch size, "
+                    "or a smaller model"]  # fmt: skip
+        return ["out of memory: try smaller batches, or a smaller model"]
     if "finished reduction in the prior iteration" in text:
         return ["parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true"]
     waited = f"for --timeout {config.timeout:g} seconds"
@@ -236,15 +354,18 @@ def advice(error: Exception, config) -> list[str]:
 
 
 def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
-    """Ends the process, with a last line on stderr. What ends all ranks alike is told by the first of each machine, and
-    the others exit with 0: a launcher that saw one of them fail would kill the first and lose its exit code."""
-    is_mute = of_all_ranks and not is_local_zero()
-    if message and not is_mute:
+    """Ends the process, with a last line on stderr. If all ranks fail alike, only the first process of each machine
+    prints the line and exits with the code, the others with 0: a launcher that sees one of these fail first would kill
+    the first process, and lose its code."""
+    if of_all_ranks and not is_local_zero():
+        code = 0
+        message = ""
+    if message:
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")  # neither in a run of one process
-        rank = f"rank {rank}: " if rank and not of_all_ranks else ""
-        # In one write: two of print's could come between those of another machine.
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {rank}{' '.join(message.split())}\n")
+        prefix = f"rank {rank}: " if rank and not of_all_ranks else ""
+        # In one write, so that it is not mixed with the line of another machine.
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {prefix}{' '.join(message.split())}\n")
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         sys.stdout.flush()
-        os._exit(0 if is_mute else code)  # an orderly end would wait for the other processes, or gloo abort it
-    sys.exit(0 if is_mute else code)
+        os._exit(code)  # an orderly end would wait for the other processes, or gloo abort it
+    sys.exit(code)

@@ -1,8 +1,8 @@
 """The data: edit `build_datasets`. Below it, what makes the order and the randomness of the samples exact.
 
 The order of an epoch is a pure function of (seed, epoch). It is cut into effective batches, those into micro-batches,
-and rank r of W takes the micro-batches r, r + W, ... So a run goes on at any (epoch, step), also on another number of
-devices, on exactly the samples that are left.
+and rank r of W takes the micro-batches r, r + W, ... So a run can be resumed at any (epoch, step), on any number of
+devices, with exactly the remaining samples.
 """
 
 import math
@@ -20,24 +20,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 
-def build_datasets(name: str, data_dir: str | None, augment: bool = True) -> dict[str, Dataset]:
+def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
     """Returns the datasets under "train", "val" and "test". Edit here, or apply one of recipes/data.md.
 
-    Any map-style Dataset will do that gives CPU tensors. `__getitems__(indices)`, as in PyTorch, and an attribute
-    `collate_fn` are used if it has them. What a sample is, only build_model and compute_loss in train.py know. Its
-    randomness may come from torch, NumPy or `random`: all are seeded before each micro-batch.
+    Any map-style Dataset of CPU tensors works. If it has a method `__getitems__`, which is called with a NumPy array
+    of indices, or `collate_fn`, they are used. Only build_model and compute_loss in train.py depend on what a sample
+    is. Random augmentation may use torch, NumPy or `random`: all are seeded before each micro-batch.
 
     Args:
-        name: "digits".
-        data_dir: Directory of the files; unused for digits.
-        augment: Whether the training images are shifted at random; test.py wants them as they are.
+        config: The TrainConfig of the run. `data_dir`, the directory of files, is not used for digits.
+        augment: Whether to shift the training images at random; False in test.py.
     """
     from sklearn.datasets import load_digits
 
     images, targets = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # 1,797 images, grey values 0..16
     targets = torch.tensor(targets, dtype=torch.int64)
-    train, val, test = np.split(np.random.default_rng(0).permutation(len(targets)), [1217, 1417])
+    order = np.random.default_rng(0).permutation(len(targets))
+    train, val, test = np.split(order, [1217, 1417])  # the indices of each
     std, mean = torch.std_mean(images[train])
     images = (images - mean) / std
     return {
@@ -48,16 +48,27 @@ def build_datasets(name: str, data_dir: str | None, augment: bool = True) -> dic
 
 
 class ImageDataset(Dataset):
-    """Images in memory, (samples, channels, height, width), and their class indices, (samples,), fetched a batch at a
-    time. Each image is shifted at random by up to `shift` pixels in each direction; default 0."""
+    """Images in memory and their class indices, fetched a batch at a time.
 
-    collate_fn = torch.nn.Identity()  # __getitems__ has made a batch
+    Args:
+        images: (samples, channels, height, width), floating-point.
+        targets: (samples,), class indices.
+        num_classes: Number of classes.
+        shift: Each image is shifted at random by up to `shift` pixels in each direction. Default 0.
+    """
 
     def __init__(self, images: Tensor, targets: Tensor, num_classes: int, shift: int = 0):
-        self.images, self.targets, self.num_classes, self.shift = images, targets, num_classes, shift
+        self.images = images
+        self.targets = targets
+        self.num_classes = num_classes
+        self.shift = shift
         # A view that has each image at each shift: (samples, channels, 2 * shift + 1, 2 * shift + 1, height, width).
-        padded = F.pad(images, (shift,) * 4, value=images.min().item())
+        padded = F.pad(images, (shift, shift, shift, shift), value=images.min().item())
         self.shifted = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
+
+    @staticmethod
+    def collate_fn(batch):
+        return batch  # __getitems__ returns a whole batch
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -69,58 +80,84 @@ class ImageDataset(Dataset):
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(indices)
         targets = self.targets.index_select(0, index)  # index_select: half the time of [index]
-        if not self.shift:
+        if self.shift == 0:
             return self.images.index_select(0, index), targets
         dy, dx = torch.randint(2 * self.shift + 1, (2, len(index)))
-        return self.shifted[index, :, dy, dx], targets
+        return self.shifted[index, :, dy, dx], targets  # (batch, channels, height, width)
 
 
 # ---- exact order and randomness; rarely edited
 
 
 class TrainSampler:
-    """Yields the micro-batches of this rank from step `step` of epoch `epoch`, which the loop sets, to the epoch's end.
-    Each is a key for MicroBatches: the number of the micro-batch in the run, and the indices of its samples."""
+    """Yields the micro-batches of a rank from step `self.step_in_epoch` of epoch `self.epoch` to the end of the epoch.
+    Both are set by `Loader.batches_from`. A micro-batch is a pair: its number in the run, and the indices of its
+    samples.
 
-    def __init__(self, num_samples, steps_per_epoch, batch_size, micro_batch_size, rank, world_size, seed):
-        self.num_samples, self.steps_per_epoch, self.seed = num_samples, steps_per_epoch, seed
-        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
-        self.rank, self.world_size = rank, world_size
-        self.epoch, self.step = 0, 0
+    Args:
+        plan: The Plan of the run.
+        rank: The rank.
+        seed: With the epoch, it determines the order.
+    """
+
+    def __init__(self, plan, rank: int, seed: int):
+        self.plan = plan
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self.step_in_epoch = 0
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {self.epoch}".encode()))
-        order = torch.randperm(self.num_samples, generator=generator).numpy()
-        micro_batches = order[: self.steps_per_epoch * self.batch_size].reshape(-1, self.micro_batch_size)
-        first = self.step * self.batch_size // self.micro_batch_size
-        for i in range(first + self.rank, len(micro_batches), self.world_size):
+        order = torch.randperm(self.plan.train_samples, generator=generator).numpy()
+        used = order[: self.plan.steps_per_epoch * self.plan.effective_batch_size]
+        micro_batches = used.reshape(-1, self.plan.micro_batch_size)
+        first = self.step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
+        for i in range(first + self.rank, len(micro_batches), self.plan.world_size):
             yield self.epoch * len(micro_batches) + i, micro_batches[i]
 
 
 def eval_batches(num_samples: int, micro_batch_size: int, world_size: int, batch_size: int | None = None) -> list[list]:
-    """Keys for MicroBatches, a list for each rank: in order, each sample once. All ranks have equally many, and none is
-    empty, so that nobody waits. A key has at most `batch_size` samples (2 where it is 1), by default more than a
-    micro-batch: nothing is kept for a backward pass. Raises ValueError for fewer samples than ranks."""
-    if num_samples < world_size:
+    """Batches of an evaluation, a list for each rank: in order, each sample once. All ranks have the same number of
+    batches, none of them empty; otherwise a rank would wait forever for the others. A batch is a pair: the number of
+    its first sample, and the indices of its samples.
+
+    Args:
+        num_samples: Number of samples.
+        micro_batch_size: Samples of a micro-batch in the training.
+        world_size: Number of processes.
+        batch_size: Maximum number of samples in a batch; 1 may become 2, since all ranks need equally many batches.
+            Default: four micro-batches, since no activations are kept for a backward pass, but at most 256 samples,
+            and at least one micro-batch.
+
+    Raises:
+        ValueError: There are fewer samples than processes.
+    """
+    if 0 < num_samples < world_size:
         raise ValueError(f"{num_samples} samples are too few to evaluate on {world_size} processes")
-    batch_size = batch_size or max(micro_batch_size, min(4 * micro_batch_size, 256))
+    if batch_size is None:
+        batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))
     rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
-    keys = [(int(batch[0]), batch) for batch in np.array_split(np.arange(num_samples), rounds * world_size)]
-    return [keys[rank::world_size] for rank in range(world_size)]
+    if rounds == 0:  # no samples
+        return [[] for _ in range(world_size)]
+    parts = np.array_split(np.arange(num_samples), rounds * world_size)
+    batches = [(int(indices[0]), indices) for indices in parts]
+    return [batches[rank::world_size] for rank in range(world_size)]
 
 
-class MicroBatches(Dataset):
-    """A dataset whose items are batches. For a key (number, sample indices), it seeds all generators by the number, and
-    fetches the samples. (To seed for each sample would cost 440 µs per 64.)"""
+class SeededBatches(Dataset):
+    """A dataset whose items are batches. For a pair (number, indices of the samples) it seeds all generators with the
+    number, and fetches the samples. To seed for each sample would take 440 µs per 64 samples."""
 
     def __init__(self, dataset: Dataset, seed: int):
-        self.dataset, self.seed = dataset, zlib.crc32(f"data {seed}".encode())
+        self.dataset = dataset
+        self.seed = zlib.crc32(f"data {seed}".encode())
         while isinstance(dataset, Subset):  # has no collate_fn of its own
             dataset = dataset.dataset
         self.collate = getattr(dataset, "collate_fn", default_collate)
 
-    def __getitem__(self, key: tuple[int, np.ndarray]):
-        number, indices = key
+    def __getitem__(self, batch: tuple[int, np.ndarray]):
+        number, indices = batch
         seed = (self.seed + number) % 2**32
         torch.default_generator.manual_seed(seed)  # torch.manual_seed visits every backend: 80 µs against 1
         np.random.seed(seed)
@@ -130,61 +167,83 @@ class MicroBatches(Dataset):
         return self.collate([self.dataset[index] for index in indices.tolist()])
 
 
-def seeder(fabric, tag: str, seed: int) -> Callable[[int], object]:
-    """Returns a function that seeds torch's generators, of the CPU and the devices, by a number, so that no generator's
-    state has to be saved."""
-    generators, base = [torch.default_generator], zlib.crc32(f"{tag} {seed}".encode())
-    if fabric.device.type == "cuda":
-        generators += torch.cuda.default_generators  # of all devices: --strategy dp uses several
+def seeder(fabric, tag: str, seed: int) -> Callable[[int], None]:
+    """Returns a function that seeds torch's generators, on the CPU and the devices, with a number, so that the state of
+    no generator has to be saved. torch.manual_seed would take 80 µs."""
+    base = zlib.crc32(f"{tag} {seed}".encode())
+    functions: list[Callable[[int], object]] = [torch.default_generator.manual_seed]
+    if fabric.device.type == "cuda":  # all devices: --strategy dp uses several
+        functions += [generator.manual_seed for generator in torch.cuda.default_generators]
     elif fabric.device.type == "mps":
-        generators.append(torch.mps._get_default_mps_generator())
-    return lambda number: [generator.manual_seed(base + number) for generator in generators]
+        functions.append(torch.mps.manual_seed)
+
+    def seed_all(number: int) -> None:
+        for manual_seed in functions:
+            manual_seed(base + number)
+
+    return seed_all
 
 
 class Loader(DataLoader):
-    """The batches of a sampler, on the device. Its `config.num_workers` processes end with `resources`; where one does
-    not deliver for `config.timeout` seconds, the loop gets a RuntimeError."""
+    """The batches of a sampler, on the device. The worker processes are ended with `resources`. If one does not deliver
+    within `config.timeout` seconds, the loop gets a RuntimeError."""
 
     def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
-        # Workers share batches by file name: with file descriptors, the loop would wait forever for a frozen worker.
+        num_workers = 0 if sampler == [] else config.num_workers  # a validation may have no samples
+        has_workers = num_workers > 0
+        # Workers share batches by file name. With file descriptors, the loop would wait forever for a frozen worker.
         torch.multiprocessing.set_sharing_strategy("file_system")
         super().__init__(
-            MicroBatches(dataset, config.seed),
+            SeededBatches(dataset, config.seed),
             sampler=sampler,
-            batch_size=None,  # a key of the sampler is a whole batch
-            collate_fn=torch.nn.Identity(),  # and collated
-            num_workers=config.num_workers,
-            persistent_workers=config.num_workers > 0,
-            # Python 3.14's default would import the main script in each worker: notebooks have none.
-            multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
-            timeout=config.timeout if config.num_workers else 0,
+            batch_size=None,  # an item of SeededBatches is a whole batch
+            collate_fn=torch.nn.Identity(),  # and is collated
+            num_workers=num_workers,
+            persistent_workers=has_workers,
+            # Python 3.14 would import the main script in each worker by default, and a notebook has none.
+            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
+            timeout=config.timeout if has_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # else each iterator draws from the global one
+            generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
-        self.fabric, self.others = fabric, {*torch.multiprocessing.active_children()}
+        self.fabric = fabric
+        self.other_processes = set(torch.multiprocessing.active_children())
         resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
-        if self.fabric.device.type != "cpu":  # fabric.setup_dataloaders would do the same, and add a sampler of its own
+        if self.fabric.device.type != "cpu":  # as fabric.setup_dataloaders does, which would replace the sampler, too
             return map(self.fabric.to_device, super().__iter__())
-        # Without workers, to bypass the DataLoader saves 11 of the 300 µs of a small step.
-        return super().__iter__() if self.num_workers else map(self.dataset.__getitem__, self.sampler)
+        if self.num_workers > 0:
+            return super().__iter__()
+        return map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
+
+    def batches_from(self, step: int) -> Iterator:
+        """The training batches from a step on, counted from 0, without end.
+
+        Each epoch has its own iterator, created when its first batch is requested. So workers do not run ahead into the
+        next epoch, whose order may depend on the training."""
+        steps_per_epoch = self.sampler.plan.steps_per_epoch
+        while True:
+            self.sampler.epoch, self.sampler.step_in_epoch = divmod(step, steps_per_epoch)
+            yield from self
+            step = (self.sampler.epoch + 1) * steps_per_epoch
 
     def end_workers(self) -> None:
-        """Ends the workers now, also one that is frozen: a traceback that is kept would keep them alive."""
-        if self._iterator is not None:  # of persistent workers
+        """Ends the workers, also a frozen one. Without this, a stored traceback would keep the iterator, and so the
+        workers, alive."""
+        if self.num_workers == 0:
+            return
+        if self._iterator is None:  # some may have started before another one failed to start
+            workers = set(torch.multiprocessing.active_children()) - self.other_processes
+        else:
             self._iterator._shutdown_workers()
-            for worker in self._iterator._workers:
-                worker.kill()
-            for queue in self._iterator._index_queues:  # whose threads were told to end, and not waited for
-                queue._thread.join(timeout=1)
-        elif self.num_workers:  # some may have started before another failed to, and the process would wait for them
-            for child in {*torch.multiprocessing.active_children()} - self.others:
-                child.kill()
+            workers = self._iterator._workers
+        for worker in workers:
+            worker.kill()
 
 
 def ignore_signals(worker: int) -> None:
-    """A signal to the whole process group must not kill the workers before the loop has saved."""
+    """A signal to the process group must not end the workers before the loop has saved."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

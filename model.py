@@ -4,12 +4,14 @@ from torch import Tensor, nn
 
 
 class Model(nn.Module):
-    """A small convolutional classifier. It has no ReLU and no max pooling: at their kinks a rounding error can become
-    another path, and runs on different numbers of devices, which round differently, would drift apart.
+    """A small convolutional classifier.
+
+    It has no ReLU and no max pooling: near their kinks a difference in rounding can change which branch is taken, and
+    runs on different numbers of devices, which round differently, would diverge.
 
     Args:
         image_shape: (channels, height, width) of an image.
-        num_classes: Number of classes, that is of logits.
+        num_classes: Number of classes.
         width: Channels after the first layer; the later layers have twice as many. Default 32.
         dropout: Probability of dropping a feature before the last layer. Default 0.25.
     """

@@ -1,18 +1,19 @@
-"""The run directory: name, lock, summary, checkpoints. Nothing here knows a loss, a metric or a key of `state`: it
-goes over the modules, optimizers, tensors and plain values in it."""
+"""The run directory: its name, lock, checkpoints, summary and provenance. Nothing here depends on the task, or on a key
+of `state`: all modules, optimizers, tensors and plain values in it are treated alike."""
 
 import fcntl
 import json
 import math
 import os
+import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,134 +21,223 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
-from config import ConfigError, RunError, TrainConfig, blame, to_yaml
-from loggers import atomically, numbers, open_loggers, write_provenance
-from utils import SHARED, differing_rank, on_rank_zero, order_buckets
+from cli import as_config_error, to_yaml
+from config import ConfigError, RunError, TrainConfig
+from launch import SHARED, differing_rank, on_rank_zero
+from loggers import Console, open_loggers, scalars_of
+from utils import atomically
 
-PLAIN = (int, float, str, bool, type(None))
+PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
+
+# ---- checkpoints
 
 
 def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
-    return torch.load(path, device, mmap=mmap, weights_only=True)  # to unpickle anything else could run code
+    """The contents of a file of torch.save. Objects other than tensors and plain values could run code: it raises."""
+    return torch.load(path, device, mmap=mmap, weights_only=True)
 
 
-def skeleton(path: Path) -> dict:
-    """The contents of a file of torch.save, its tensors on the meta device; {} if the file is damaged."""
+def load_meta(path: Path) -> dict:
+    """The contents of a file of torch.save, with tensors on the meta device; {} if the file is damaged, or a directory.
+    Raises OSError if it may not be read."""
     with suppress(IsADirectoryError):
-        path.open("rb").close()  # a file that may not be read is not damaged: raises OSError
-    with suppress(Exception):  # damage has many: OSError, BadZipFile, RuntimeError, UnpicklingError, ...
-        return {**load(path, "meta")} if zipfile.ZipFile(path).testzip() is None else {}
-    return {}
+        path.open("rb").close()
+    try:
+        is_whole = zipfile.ZipFile(path).testzip() is None
+        return dict(load(path, "meta")) if is_whole else {}
+    except Exception:  # OSError, BadZipFile, RuntimeError, UnpicklingError, ...
+        return {}
 
 
 def step_of(path: Path) -> int:
     """The step of a complete checkpoint; -1 for any other file."""
-    return skeleton(path).get("checkpoint", {}).get("step", -1)
+    return load_meta(path).get("checkpoint", {}).get("step", -1)
+
+
+def regular_checkpoints(run_dir: Path) -> dict[Path, int]:
+    """The files step-NUMBER.ckpt of a run, with their steps. Files with other names are ignored."""
+    paths = run_dir.glob("checkpoints/step-*.ckpt")
+    return {path: int(path.stem[5:]) for path in paths if path.stem[5:].isdecimal()}
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the highest step first. best.ckpt may be it: it is written before step-*.ckpt."""
-    steps = {path: int(path.stem[5:]) for path in run_dir.glob("checkpoints/step-*.ckpt") if path.stem[5:].isdecimal()}
-    steps |= {path: step_of(path) for path in run_dir.glob("checkpoints/best.ckpt")}
+    """The checkpoints of a run, the highest step first. best.ckpt is one of them: it is written before step-*.ckpt, so
+    after a kill it may be the newest."""
+    steps = regular_checkpoints(run_dir)
+    best = run_dir / "checkpoints" / "best.ckpt"
+    if best.exists():
+        steps[best] = step_of(best)
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
 
 
-def check_plain(state: dict) -> None:
-    """Raises RunError for what a checkpoint cannot hold, since it could not be loaded without running code."""
-    for path, value in tree_leaves_with_path(state, lambda node: type(node) not in (dict, list, tuple)):
-        if not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
-            found = f"state{keystr(path)} is a {type(value).__name__}, which a checkpoint cannot hold"
-            raise RunError(f"{found}: use tensors, numbers, strings, lists, dicts, or what has a state_dict")
+# ---- state
+
+
+def check_plain(value: Any, name: str = "state") -> None:
+    """Raises RunError for a value that could be saved, but not loaded with `weights_only=True`."""
+    if type(value) is dict:
+        for key, item in value.items():
+            check_plain(item, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for number, item in enumerate(value):
+            check_plain(item, f"{name}[{number}]")
+    elif not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
+        found = f"{name} is a {type(value).__name__}, which a checkpoint cannot hold"
+        raise RunError(f"{found}: use tensors, numbers, strings, lists, dicts, or what has a state_dict")
+
+
+def settings_of(optimizer: Optimizer) -> list[dict]:
+    """The settings of each parameter group, such as the weight decay."""
+    kinds = (*PLAIN, tuple)
+    return [{key: value for key, value in group.items() if type(value) in kinds} for group in optimizer.param_groups]
+
+
+def apply_changed_settings(optimizer: Optimizer, built: list[dict], saved: list[dict]) -> None:
+    """Applies the settings that the options or the code have changed since the checkpoint. Everything else, including
+    what an optimizer itself keeps in its groups, stays as restored.
+
+    Args:
+        optimizer: The restored optimizer.
+        built: The settings of each group as built in this process.
+        saved: The settings of each group as built in the process that has saved the checkpoint.
+    """
+    for group, now, then in zip(optimizer.param_groups, built, saved, strict=False):
+        for key, value in now.items():
+            if then.get(key) != value:
+                group[key] = value
+    optimizer.load_state_dict(optimizer.state_dict())  # moves `step` to the device if `fused` has changed
+
+
+# ---- provenance
+
+
+def write_provenance(run_dir: Path, fabric: Fabric) -> None:
+    """Writes the command line, devices, host, packages and git state of this process."""
+    packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
+    lines = [
+        shlex.join([sys.executable, *sys.argv]),
+        f"{fabric.world_size} x {fabric.device.type} on {os.uname().nodename}",
+        f"Python {platform.python_version()} on {platform.platform()}",
+        *packages,
+    ]
+    with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+        file.flush()
+        git = "git rev-parse HEAD; git status --short; git diff HEAD"  # writes nothing if there is no git
+        subprocess.run(git, shell=True, cwd=Path(__file__).parent, stdout=file, stderr=subprocess.DEVNULL)
+
+
+# ---- the directory
 
 
 class RunDir:
-    """The directory of a run. A resume locks it and restores `state` at once; for a new run, `start` makes it. With
-    --fast_run nothing is written. All methods are called on all ranks."""
+    """The directory of a run. `restore` restores `state` on a resume. `start`, which is called after the first backward
+    pass, makes the directory of a new run. With --fast_run nothing is written. All ranks call all methods."""
 
     def __init__(self, fabric: Fabric, config: TrainConfig, state: dict, resources: ExitStack):
-        self.fabric, self.config, self.state, self.resources = fabric, config, state, resources
-        self.path: Path | Any = None  # until a run is found or made; Any, since most methods are called after that
-        self.loggers, self.began, self.origin = list[Any](), time.monotonic(), ""
+        self.fabric = fabric
+        self.config = config
+        self.state = state
+        self.resources = resources
+        self.is_writing = fabric.is_global_zero and not config.fast_run
+        self.path: Path | Any = None  # until `restore` or `start`; Any, since most methods are called after them
+        self.origin = ""  # the checkpoint that a resume has restored
+        self.loggers: list[Any] = []
+        self.began = time.monotonic()
+        self.written = self.began  # time of the last summary.json
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
-        parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
-        self.summary: dict = {"state": "running", "parameters": parameters, "seconds": 0.0, "last": {}}
-        # The optimizers' settings as built from the options: saved, so that a resume applies only those that changed.
-        self.settings = {
-            name: [{k: v for k, v in group.items() if type(v) in (*PLAIN, tuple)} for group in value.param_groups]
-            for name, value in state.items() if isinstance(value, Optimizer)
-        }  # fmt: skip
+        # As built from the options. They are saved, so that a resume can tell which have changed.
+        self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
+        self.parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
+        self.summary: dict = {"state": "running", "parameters": self.parameters, "seconds": 0.0, "last": {}}
+
         check_plain(state)
         for module in self.modules:
-            order_buckets(module)
-            module.load_state_dict(module.state_dict())  # what can't be loaded again fails before anything is written
-        if missing := [name for name in config.logger_name if name != "csv" and not find_spec(name)]:
-            raise ConfigError(f"--logger_name {missing[0]}: is not installed; pip install {missing[0]}")
-        if config.resume:
-            self.path = Path(config.resume)
-            if path := on_rank_zero(fabric, self.choose_checkpoint):
-                self.restore(path)
+            module.load_state_dict(module.state_dict())  # fails now if it would fail on a resume
+        for name in config.logger_name:
+            if name != "csv" and not find_spec(name):
+                raise ConfigError(f"--logger_name {name}: is not installed; pip install {name}")
 
     def take_lock(self) -> None:
-        # A POSIX lock dies with this process; one of flock would live on in its data workers.
+        # A POSIX lock ends with this process. A lock of flock would stay with the data workers.
         lock = self.resources.enter_context(open(self.path / ".lock", "w"))  # noqa: SIM115
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--resume: another process is writing to {self.path}") from None
-        except OSError as error:  # a network file system without locks
+        except OSError as error:  # some network file systems have no locks
             print(f"{self.path} cannot be locked ({error.strerror}): make sure that no other process resumes it")
 
-    def choose_checkpoint(self) -> Path | None:
-        """The complete checkpoint of the highest step; renames damaged ones. None if the run never had one."""
-        self.take_lock()
-        found, summary = checkpoints_of(self.path), self.path / "summary.json"
-        damaged = [*takewhile(lambda path: step_of(path) < 0, found)]
-        had_one = found or (summary.exists() and b'"checkpoint":' in summary.read_bytes())
-        if had_one and damaged == found:
-            raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
-        for path in damaged:
-            print(f"skipped {path}: it is damaged", file=sys.stderr)
-            path.rename(f"{path}.damaged")
-        return found[len(damaged)] if found else None
+    # ---- on a resume
 
-    def restore(self, path: Path) -> None:
-        """Restores `state`. Entries that the checkpoint lacks keep their initial values."""
-        if odd := differing_rank(self.fabric, path.stat().st_size if path.exists() else None):
-            raise ConfigError(f"--resume: {odd} does not see {path} as rank 0 does; {SHARED}")
-        saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, an optimizer would go on using the file
+    def restore(self) -> None:
+        """On a resume, locks the run and restores `state`. Entries that are not in the checkpoint keep their values."""
+        if not self.config.resume:
+            return
+        self.path = Path(self.config.resume)
+        path = on_rank_zero(self.fabric, self.choose_checkpoint)
+        if path is None:
+            return
+        other = differing_rank(self.fabric, path.stat().st_size if path.exists() else None)
+        if other:
+            raise ConfigError(f"--resume: {other} does not see {path} as rank 0 does; {SHARED}")
+        saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, tensors would stay backed by the file
         about = saved["checkpoint"]
-        self.summary |= json.loads(about.get("summary", "{}")) | {"checkpoint": about["step"]}
+        self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
-        for name in [name for name in self.state if name in saved]:
-            current, value = self.state[name], saved[name]
-            if isinstance(value, Tensor) and isinstance(current, Tensor):  # in place: the loop may hold a reference
-                current.data = value.to(current.device)
-            elif not hasattr(current, "state_dict"):
-                self.state[name] = self.fabric.to_device(value)
-            elif value != {}:  # saved without a gradient scaler, which cannot load it
-                current.load_state_dict(value)
-        for name, now in self.settings.items():
-            optimizer, then = self.state[name], about["settings"].get(name, now)
-            for group, new, old in zip(optimizer.param_groups, now, then, strict=False):
-                group |= {key: setting for key, setting in new.items() if old.get(key) != setting}
-            optimizer.load_state_dict(optimizer.state_dict())  # moves the steps of a fused one to the device
-        missing = [f"; state[{name!r}] is not in it, and new" for name in self.state.keys() - saved.keys()]
-        self.origin = f"\nresumed from {path}{''.join(missing)}"
+        self.origin = f"\nresumed from {path}"
+        for name, current in self.state.items():
+            if name in saved:
+                self.state[name] = self.restored(current, saved[name])
+            else:
+                self.origin += f"; state[{name!r}] is not in it, and new"
+        for name, built in self.settings.items():
+            apply_changed_settings(self.state[name], built, about["settings"].get(name, built))
 
-    def start(self, step: int) -> None:
-        """Makes the directory, or goes on in it after `step`: writes config and provenance, opens the loggers."""
+    def choose_checkpoint(self) -> Path | None:
+        """The complete checkpoint of the highest step; None if the run never had one. Renames damaged ones."""
+        self.take_lock()
+        damaged = []
+        for path in checkpoints_of(self.path):
+            if step_of(path) < 0:
+                damaged.append(path)
+                continue
+            for other in damaged:
+                print(f"skipped {other}: it is damaged", file=sys.stderr)
+                other.rename(f"{other}.damaged")
+            return path
+        summary = self.path / "summary.json"
+        if damaged or (summary.exists() and b'"checkpoint":' in summary.read_bytes()):
+            raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
+        return None
+
+    def restored(self, current: Any, saved: Any) -> Any:
+        """An entry of `state` with the value from a checkpoint."""
+        if isinstance(current, Tensor) and isinstance(saved, Tensor):
+            current.data = saved.to(current.device)  # in place: the loop may have a reference to it
+        elif not hasattr(current, "state_dict"):
+            return self.fabric.to_device(saved)
+        elif saved != {}:  # saved without a gradient scaler; GradScaler does not accept it
+            current.load_state_dict(saved)
+        return current
+
+    # ---- in the first step of a process
+
+    def start(self, step: int, console: Console) -> None:
+        """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
         if self.config.fast_run:
+            console.print("run directory none: --fast_run writes nothing")
             return
-        if not self.path:
-            self.path = on_rank_zero(self.fabric, self.make)
-            if odd := differing_rank(self.fabric, self.path.exists()):
+        if self.path is None:
+            self.path = on_rank_zero(self.fabric, self.make_directory)
+            other = differing_rank(self.fabric, self.path.exists())
+            if other:
                 on_rank_zero(self.fabric, shutil.rmtree, self.path)
-                raise ConfigError(f"--root_dir {self.config.root_dir}: {odd} does not see {self.path}; {SHARED}")
-        if not self.fabric.is_global_zero:
+                raise ConfigError(f"--root_dir {self.config.root_dir}: {other} does not see {self.path}; {SHARED}")
+        if not self.is_writing:
             return
-        # First remove the mark of a finished run, since it goes on, and files that a kill has left half written.
+        # model.pt marks a finished run, which this one no longer is. A kill has left *.tmp incomplete.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
             path.unlink(missing_ok=True)
         with atomically(self.path / "config.yaml") as file:
@@ -156,12 +246,14 @@ class RunDir:
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
         self.resources.push(self.close)
+        console.open_log(self.path)
+        console.print(f"run directory {self.path}{self.origin}")
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
 
-    def make(self) -> Path:
-        """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it; in the next second where that name is taken."""
+    def make_directory(self) -> Path:
+        """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. If the name is taken, waits for the next second."""
         base = Path(self.config.root_dir) / self.config.out_dir
-        with blame(self.config, "root_dir", "out_dir"):
+        with as_config_error(self.config, "root_dir", "out_dir"):
             base.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 self.path = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
@@ -171,80 +263,105 @@ class RunDir:
                     return self.path
                 time.sleep(0.1)
 
+    # ---- now and then
+
     def log(self, row: dict, step: int) -> None:
-        """Gives the numbers of a row, where it has some, to all loggers."""
-        if kept := numbers(row):
-            self.summary["last"] |= kept
-            for logger in self.loggers:
-                logger.log(kept, step)
+        """Passes the scalars of a row, if it has any, to the loggers, and at most once a second to summary.json."""
+        if not row:
+            return
+        scalars = scalars_of(row)
+        self.summary["last"] |= scalars
+        for logger in self.loggers:
+            logger.log(scalars, step)
+        if self.is_writing and time.monotonic() > self.written + 1:
+            self.write_summary("running")
 
     def write_summary(self, state: str) -> None:
         """Writes summary.json; `state` is running, finished, interrupted or failed."""
+        self.written = time.monotonic()
+        self.summary["state"] = state
+        self.summary["seconds"] = self.written - self.began
         plain = {name: value for name, value in self.state.items() if type(value) in PLAIN}
-        self.summary |= {"state": state, "seconds": time.monotonic() - self.began}
         with atomically(self.path / "summary.json") as file:
             json.dump(plain | self.summary, file, indent=2)
 
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:
-        """Writes summary.json, and a checkpoint: step-*.ckpt where `is_regular`, best.ckpt where `is_best`. Deletes all
-        step-*.ckpt but the newest `num_checkpoint_keep`. Raises RunError if the state could not be loaded again, or if
-        the weights are not finite, or differ between the ranks."""
-        is_best = is_best and bool(self.config.checkpoint_frequency or self.config.checkpoint_interval)
-        is_saved = is_regular or is_best
-        if self.loggers and (is_saved or time.monotonic() > self.began + self.summary["seconds"] + 1):
-            self.write_summary("running")  # at most once a second: writing may take longer than a validation
-        if self.config.fast_run or not is_saved:
+        """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best` and checkpoints are not switched off. Deletes
+        all step-*.ckpt but the newest `num_checkpoint_keep`.
+
+        Raises:
+            RunError: The state could not be loaded again, or the weights are not finite, or differ between the ranks.
+        """
+        if not (self.config.checkpoint_frequency or self.config.checkpoint_interval):
+            is_best = False
+        if self.config.fast_run or not (is_regular or is_best):
             return
         check_plain(self.state)
+        self.check_weights(step)
+        saved = {}
+        for name, value in self.state.items():
+            saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        summary = {"seconds": time.monotonic() - self.began, "last": self.summary["last"]}
+        saved["checkpoint"] = {"step": step, "settings": self.settings, "summary": summary}
+        if self.is_writing:
+            self.write_checkpoint(saved, step, is_regular, is_best)
+            self.summary["checkpoint"] = step
+            self.write_summary("running")
+
+    def check_weights(self, step: int) -> None:
+        """Raises RunError if the weights are not finite, or differ between the ranks."""
         weights = [parameter.detach() for module in self.modules for parameter in module.parameters()]
         norm = float(nn.utils.get_total_norm(weights))  # waits for the device, once
-        if odd := differing_rank(self.fabric, math.isclose(norm, self.fabric.broadcast(norm), rel_tol=1e-5)):
-            raise RunError(f"the weights of {odd} are not those of rank 0 after step {step}")
-        if not math.isfinite(norm):
+        norm_of_rank_0 = self.fabric.broadcast(norm)
+        other = differing_rank(self.fabric, math.isclose(norm, norm_of_rank_0, rel_tol=1e-5))
+        if other:
+            raise RunError(f"the weights of {other} are not those of rank 0 after step {step}")
+        if not math.isfinite(norm_of_rank_0):
             raise RunError(f"the weights are not finite after step {step}")
-        saved = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.state.items()}
-        so_far = json.dumps({name: self.summary[name] for name in ("seconds", "last")})
-        saved["checkpoint"] = {"step": step, "settings": self.settings, "summary": so_far}
-        if not self.fabric.is_global_zero:
-            return
-        if self.fabric.device.type != "cpu":  # all copies at once, into pinned memory; then one wait
-            states, saved = saved, tree_map_only(Tensor, lambda tensor: tensor.to("cpu", non_blocking=True), saved)
-            torch.accelerator.synchronize(self.fabric.device)
-            for name in [name for name, value in states.items() if hasattr(value, "_metadata")]:
-                saved[name]._metadata = states[name]._metadata  # the versions of its modules: tree_map drops them
+
+    def write_checkpoint(self, saved: dict, step: int, is_regular: bool, is_best: bool) -> None:
         folder = self.path / "checkpoints"
-        best, regular = folder / "best.ckpt", folder / f"step-{step:08d}.ckpt"
-        with atomically(best if is_best else regular, "wb") as file:  # fabric.save would make two more copies of it
+        best = folder / "best.ckpt"
+        regular = folder / f"step-{step:08d}.ckpt"
+        with atomically(best if is_best else regular, "wb") as file:  # fabric.save would write two more copies
             torch.save(saved, file)
             file.flush()
-            if "checkpoint" not in self.summary and step_of(Path(file.name)) != step:  # the first one
-                raise RunError("the checkpoint cannot be read back: is there something in `state` that is not plain?")
-        if is_best and is_regular:  # best.ckpt first: a kill in between must not lose it
-            with suppress(OSError):  # a file system without links: best.ckpt is the checkpoint of this step
+            if "checkpoint" not in self.summary and step_of(Path(file.name)) != step:  # the first one of the run
+                raise RunError("the checkpoint cannot be read back: are there other than plain values in `state`?")
+        if is_best and is_regular:  # best.ckpt was written first: a kill in between must not lose it
+            with suppress(OSError):  # on a file system without links, best.ckpt is the checkpoint of this step
                 os.link(best, regular)
-        self.summary["checkpoint"] = step
-        for path in sorted(folder.glob("step-[0-9]???????.ckpt"))[: -(self.config.num_checkpoint_keep or sys.maxsize)]:
-            path.unlink()
+        if self.config.num_checkpoint_keep:
+            steps = regular_checkpoints(self.path)
+            for path in sorted(steps, key=lambda path: steps[path])[: -self.config.num_checkpoint_keep]:
+                path.unlink()
+
+    # ---- at the end
 
     def finish(self, name: str) -> None:
-        """Writes model.pt, the weights of state[name] alone, on the CPU. It marks a finished run."""
-        if self.loggers:
+        """Writes model.pt, the weights of state[name]. It marks a finished run. The weights are read from the last
+        checkpoint: there they are whole and on the CPU with any strategy."""
+        if self.is_writing:
             self.write_summary("finished")
             with atomically(self.path / "model.pt", "wb") as file:
                 torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
     def next_command(self, is_finished: bool) -> str:
-        """What to do after the training."""
-        if not self.path:
+        """The command to continue with."""
+        if self.path is None:
             return "the same without --fast_run, which has written nothing"
         if not is_finished:
             return f"python train.py --resume {shlex.quote(str(self.path))}"
         has_best = (self.path / "checkpoints" / "best.ckpt").exists()
         return f"python test.py --out_dir {shlex.quote(str(self.path))}{'' if has_best else ' --checkpoint last'}"
 
-    def close(self, kind, error: BaseException | None, trace) -> None:
+    def close(self, kind, error: BaseException | None, trace) -> None:  # the arguments of __exit__
         if error and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
-        if not (self.path / "model.pt").exists():
-            with suppress(*[Exception] if error else []):  # the first error is the one to tell
-                self.write_summary("failed" if isinstance(error, Exception) else "interrupted")
+        if (self.path / "model.pt").exists():
+            return
+        try:
+            self.write_summary("failed" if isinstance(error, Exception) else "interrupted")
+        except Exception:
+            if error is None:  # else the first error is the one to tell
+                raise

@@ -5,124 +5,167 @@ python test.py --out_dir train_out --checkpoint last --split val --predictions
 """
 
 import cli
-from config import ConfigError, RunError, TestConfig, blame
+from config import ConfigError, RunError, TestConfig, TrainConfig
 
 if __name__ == "__main__":
-    CONFIG = cli.options(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
+    CONFIG = cli.parse_or_exit(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchmetrics import CatMetric
-from torchmetrics.classification import MulticlassConfusionMatrix
 
-import utils
 from data import Loader, build_datasets, eval_batches
-from loggers import atomically, format_row, numbers
-from rundir import checkpoints_of, load, skeleton
-from train import build_fabric, build_metrics, build_model, validate
+from launch import build_fabric, launch
+from loggers import scalars_of
+from rundir import checkpoints_of, load, load_meta
+from train import build_metrics, build_model, validate
+from utils import atomically
 
 
-class Predictions(CatMetric):
-    """Rows (target, prediction, confidence), of the samples of rank 0 first."""
+class KeepOutputs:
+    """Metrics that also keep their arguments on the CPU: tensors with a row per sample.
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:  # type: ignore[override]
-        if logits.ndim != 2 or targets.ndim != 1:
-            raise ConfigError("--predictions: needs logits (samples, classes) and targets (samples,) of compute_loss")
-        confidences, predictions = logits.float().softmax(dim=1).max(dim=1)
-        super().update(torch.stack([targets, predictions, confidences], dim=1))
+    The logits of a language model may not fit into memory. compute_loss can then return less to the metrics when
+    `model.training` is False, for example the maximum of the logits, or the log-probabilities of the targets.
+
+    Args:
+        metrics: The metrics.
+        num_samples: Number of samples of the evaluation.
+        run_dir: Directory that the arguments will be written to.
+    """
+
+    def __init__(self, metrics, num_samples: int, run_dir: Path):
+        self.metrics = metrics
+        self.num_samples = num_samples
+        self.run_dir = run_dir
+        self.batches: list[list[Tensor]] = []
+        self.reset = metrics.reset
+        self.compute = metrics.compute
+
+    def update(self, *outputs: Tensor) -> None:
+        if not self.batches:
+            self.check(outputs)
+        self.batches.append([output.cpu() for output in outputs])
+        self.metrics.update(*outputs)
+
+    def check(self, outputs: tuple[Tensor, ...]) -> None:
+        """Raises ConfigError for outputs that are not rows of samples, or are too large."""
+        lengths = {len(output) if isinstance(output, Tensor) and output.ndim else 0 for output in outputs}
+        if len(lengths) != 1 or lengths == {0}:
+            raise ConfigError("--predictions: compute_loss must give the metrics tensors with a row per sample")
+        size = sum(output.nbytes for output in outputs) / lengths.pop() * self.num_samples
+        memory = available_memory() / 2  # for the batches, and for all in one tensor
+        disk = shutil.disk_usage(self.run_dir).free
+        if size > min(memory, disk):
+            room = f"{memory / 1e9:.3g} GB fit into memory, and {disk / 1e9:.3g} GB on the disk"
+            raise ConfigError(f"--predictions: would take {size / 1e9:.3g} GB; {room}; see KeepOutputs in test.py")
 
 
-def write_predictions(rows: list[tuple], results: dict, stem: str, run_dir: Path) -> None:
-    """Writes rows of (sample, target, prediction, confidence), and the confusion matrix in `results` as a picture."""
-    table = np.reshape(sorted(rows), (-1, 4))
-    with atomically(path := run_dir / f"predictions_{stem}.csv") as file:
-        np.savetxt(file, table, "%d,%d,%d,%.9g", header="sample,target,prediction,confidence", comments="")
-    cli.say(f"predictions {path}")
-    if not find_spec("matplotlib"):
-        cli.say("no confusion_matrix_*.png: that needs matplotlib, see requirements.txt")
-        return
-    from matplotlib.figure import Figure
-    from torchmetrics.utilities.plot import plot_confusion_matrix
+def available_memory() -> float:
+    """Available memory in bytes on Linux; infinity on other systems, which do not tell."""
+    try:
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else float("inf")
 
-    n = len(counts := results["confusion_matrix"].cpu())
-    shares, size = counts / counts.sum(dim=1, keepdim=True).clamp(min=1), min(n / 2 + 3, 12)
-    axes = (figure := Figure(figsize=(size + 1, size), layout="constrained")).subplots()
-    names = [str(i) if i % (n // 26 + 1) == 0 else "" for i in range(n)]  # at most 26
-    plot_confusion_matrix(shares, axes, add_text=n <= 16, labels=names, cmap="Blues" if n <= 16 else "viridis_r")
-    axes.set_title(f"{run_dir.name}\n{stem}")
-    figure.colorbar(axes.images[0], label="Share of the true class")
-    figure.savefig(path := run_dir / f"confusion_matrix_{stem}.png")
-    cli.say(f"confusion matrix {path}")
+
+def gather(fabric: Fabric, batches: list[list[Tensor]]) -> list[Tensor]:
+    """The outputs of all ranks on rank 0, in the order of the samples; [] on other ranks."""
+    ranks: list = [batches]
+    if dist.is_initialized():
+        ranks = [[] for _ in range(fabric.world_size)]
+        group = dist.new_group(backend="gloo")  # for tensors on the CPU
+        dist.gather_object(batches, ranks if fabric.is_global_zero else None, group=group)
+    in_order = [batch for turn in zip(*ranks, strict=True) for batch in turn]  # eval_batches is round-robin
+    return [torch.cat(parts) for parts in zip(*in_order, strict=True)]
 
 
 def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list], path: Path, resources) -> int:
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
-    loader = Loader(fabric, dataset, keys[fabric.global_rank], train_config, resources)
-    model, weights = build_model(train_config, dataset), load(path)
-    with blame(config, "checkpoint"):
-        model.load_state_dict(weights.get("model", weights))
-    metrics = build_metrics(train_config, dataset)
-    of_classes = next((vars(m) for m in metrics.values() if {"num_classes", "ignore_index"} <= vars(m).keys()), None)
-    if of_classes:
-        matrix = MulticlassConfusionMatrix(of_classes["num_classes"], of_classes["ignore_index"], validate_args=False)
-        metrics.add_metrics({"confusion_matrix": matrix})
-    elif config.predictions:
-        raise ConfigError("--predictions: are of classes, and build_metrics has no Multiclass* metric")
+    run_dir = Path(config.out_dir)
+    checkpoint = load(path)
+    model = build_model(train_config, dataset)
+    with cli.as_config_error(config, "checkpoint"):
+        model.load_state_dict(checkpoint.get("model", checkpoint))  # model.pt has the weights alone
+    model = fabric.setup_module(model)
+    metrics: Any = build_metrics(train_config, dataset).to(fabric.device)
     if config.predictions:
-        metrics.add_metrics({"rows": Predictions("disable")})  # else it would drop what is NaN, and wait for that
-    results = validate(fabric, train_config, fabric.setup_module(model), loader, metrics.to(fabric.device))
+        metrics = KeepOutputs(metrics, len(dataset), run_dir)
+    loader = Loader(fabric, dataset, keys[fabric.global_rank], train_config, resources)
+    results = validate(fabric, train_config, model, loader, metrics)
+    predictions = gather(fabric, metrics.batches) if config.predictions else None
     if not fabric.is_global_zero:
         return 0
-    run_dir, stem = Path(config.out_dir), f"{config.split}_{path.stem}"
+
     cli.say(f"{path} on {len(dataset)} {config.split} samples\n")
-    if "confusion_matrix" in results:
-        names = ["class", "samples", "accuracy"]
-        cli.say(format_row(names, names))
-        for i, row in enumerate(results["confusion_matrix"].tolist()):
-            cli.say(format_row(names, [i, sum(row), row[i] / sum(row) if sum(row) else "-"]))
-    for name, value in numbers(results).items():
+    for name, value in scalars_of(results).items():
         cli.say(f"{name} {value:.5g}")
+    stem = f"{config.split}_{path.stem}"
     if config.predictions:
-        samples = np.concatenate([indices for rank_keys in keys for _, indices in rank_keys])
-        rows = [*zip(samples.tolist(), *results.pop("rows").T.tolist(), strict=True)]
-        write_predictions(rows, results, stem, run_dir)
-    report = {"checkpoint": str(path), "step": weights.get("step"), "precision": config.precision}
-    report |= {"split": config.split, "num_samples": len(dataset)}
+        with atomically(run_dir / f"predictions_{stem}.pt", "wb") as file:
+            torch.save(predictions, file)
+        cli.say(f"predictions {run_dir / f'predictions_{stem}.pt'}")
+    report = {
+        "checkpoint": str(path),
+        "step": checkpoint.get("step"),
+        "precision": config.precision,
+        "split": config.split,
+        "num_samples": len(dataset),
+        **results,
+    }
     with atomically(run_dir / f"test_{stem}.json") as file:
-        json.dump(report | results, file, indent=2, default=Tensor.tolist)
+        json.dump(report, file, indent=2, default=Tensor.tolist)
     cli.say(f"results {run_dir / f'test_{stem}.json'}")
     return 0
 
 
+def find_checkpoint(run_dir: Path, name: str) -> Path:
+    """The file that `--checkpoint` means. Raises ConfigError if there is none, RunError if it is damaged."""
+    if name == "last":
+        found = checkpoints_of(run_dir)
+    else:
+        places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
+        found = [path for path in places if path.is_file()]
+    if not found:
+        place = run_dir / "checkpoints" / f"{name}.ckpt"
+        raise ConfigError(f"--checkpoint {name}: neither {place} nor a file of that name; `last` may do")
+    if not load_meta(found[0]):
+        raise RunError(f"--checkpoint {name}: {found[0]} is damaged; another checkpoint may do")
+    return found[0]
+
+
 def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
-    run_dir, name = Path(config.out_dir), config.checkpoint
-    train_config = replace(cli.read_config(run_dir), num_workers=config.num_workers, timeout=config.timeout)
-    precision, data_dir = config.precision or train_config.precision, config.data_dir or train_config.data_dir
-    config = replace(config, precision=precision, data_dir=data_dir)
-    places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
-    paths = checkpoints_of(run_dir) if name == "last" else [path for path in places if path.is_file()]
-    if not paths:
-        raise ConfigError(f"--checkpoint {name}: neither {places[0]} nor a file of that name; `last` may do")
-    if not skeleton(paths[0]):
-        raise RunError(f"--checkpoint {name}: {paths[0]} is damaged; another checkpoint may do")
+    run_dir = Path(config.out_dir)
+    train_config: TrainConfig = cli.read_config(run_dir)
+    config = replace(
+        config,
+        precision=config.precision or train_config.precision,
+        data_dir=config.data_dir or train_config.data_dir,
+    )
+    train_config = replace(
+        train_config, data_dir=config.data_dir, num_workers=config.num_workers, timeout=config.timeout
+    )
+    path = find_checkpoint(run_dir, config.checkpoint)
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)
-    with blame(config, "data_dir", kinds=(OSError, ImportError)):
-        dataset = build_datasets(train_config.dataset, config.data_dir, augment=False)[config.split]
+    with cli.as_config_error(config, "data_dir", kinds=(OSError, ImportError)):
+        dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
-    with blame(config, "split", "devices"):
+    with cli.as_config_error(config, "split", "devices"):
         keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
-    return utils.launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, paths[0]))
+    return launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@ python test.py --out_dir 20261121-093000-train_out  # evaluate a run
 """
 
 import cli
-from config import ConfigError, RunError, TrainConfig, blame, in_steps, is_due, limit, mode_of, scale_lr, split_batch
+from config import TrainConfig
 
 if __name__ == "__main__":
-    CONFIG = cli.options(cli.parse_train)  # before the heavy imports: --help and a mistyped option answer at once
+    CONFIG = cli.parse_or_exit(cli.parse_train)  # before the heavy imports: --help and a mistyped option answer at once
 
 import math
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import utils
 from data import Loader, TrainSampler, build_datasets, eval_batches, seeder
-from loggers import Console, numbers
+from launch import PREEMPTED, StopSignals, build_fabric, launch
+from loggers import Console, scalars_of
 from model import Model
 from rundir import RunDir
+from utils import Plan
 
 
 def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
@@ -39,11 +42,19 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
-    """Forward pass and loss, in training, validation and test.py; `model.training` is True only in training.
+    """Forward pass and loss of training, validation and test.py. `model.training` is True only in training. torch's
+    generators are seeded before each call; NumPy's and Python's are not.
 
-    `batch` is what the dataset gives: images (batch, channels, height, width) and class indices (batch,). torch's
-    generators are seeded before each call; NumPy's and Python's are not. Returns a dict of means over the batch, all
-    logged, `loss` minimized; the number of samples they are means of; and the arguments of the metrics' `update`."""
+    Args:
+        model: The model of `build_model`, set up by Fabric.
+        batch: What the dataset gives: images (batch, channels, height, width) and class indices (batch,).
+        config: The options.
+
+    Returns:
+        values: The means over the batch by name. All are logged, `loss` is minimized.
+        count: The number of samples in the batch.
+        outputs: The arguments of `metrics.update`.
+    """
     images, targets = batch
     logits = model(images)
     return {"loss": F.cross_entropy(logits, targets)}, len(targets), (logits, targets)
@@ -52,194 +63,208 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
     """The metrics of a validation and of test.py."""
     accuracy = MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)
-    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # groups merge metrics by their first batch
+    return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # each metric has a state of its own
 
 
-def learning_rate(config: TrainConfig, peak: float, step: int, total_steps: int, steps_per_epoch: int) -> float:
-    """Learning rate of a step, counted from 1. A function of the step alone: nothing to save or restore."""
-    warmup_steps, done = config.warmup_epochs * steps_per_epoch, step - 1
+def learning_rate(config: TrainConfig, plan: Plan, step: int) -> float:
+    """The learning rate of a step, counted from 1. A function of the step alone: there is no state to restore."""
+    warmup_steps = config.warmup_epochs * plan.steps_per_epoch
+    done = step - 1  # steps
     if done < warmup_steps:
-        return peak * step / (warmup_steps + 1)
+        return plan.peak_lr * step / (warmup_steps + 1)
     if config.lr_schedule == "cosine":  # Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts
-        return peak * 0.5 * (1 + math.cos(math.pi * (done - warmup_steps) / (total_steps - warmup_steps)))
-    return peak
+        angle = math.pi * (done - warmup_steps) / (plan.total_steps - warmup_steps)
+        return plan.peak_lr * 0.5 * (1 + math.cos(angle))
+    return plan.peak_lr
 
 
 @torch.no_grad()
-def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, batches: int | None = None) -> dict:
-    """Means of what compute_loss returns, and metrics, over all samples or the first `batches` batches of each rank."""
-    model.eval()
+def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, max_batches: int | None = None) -> dict:
+    """The means of what compute_loss returns, and the metrics, over all samples or `max_batches` batches per rank."""
+    if len(loader) == 0:  # --limit_val_batches 0
+        return {}
+    means = utils.Means(fabric)
+    set_seed = seeder(fabric, "validate", config.seed)
     metrics.reset()
-    sums, seed = utils.Sums(fabric, {"samples": {}}), seeder(fabric, "validate", config.seed)
-    for number, batch in enumerate(islice(loader, batches)):
-        seed(number * fabric.world_size + fabric.global_rank)
-        with utils.shapes_in_error(batch):
-            values, count, outputs = compute_loss(model, batch, config)
-        sums.add({name: value * count for name, value in values.items()}, count)
+    model.eval()
+    for number, batch in enumerate(islice(loader, max_batches)):
+        set_seed(number * fabric.world_size + fabric.global_rank)
+        values, count, outputs = compute_loss(model, batch, config)
+        means.add(values, count)
         metrics.update(*outputs)
     model.train()
-    results = metrics.compute()
-    scalars = sums.collect({name: value for name, value in results.items() if getattr(value, "ndim", None) == 0})
-    return sums.take("samples") | results | scalars
+    return means.take(metrics.compute())  # waits for the device
 
 
 def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], resources: ExitStack) -> int:
-    """The training run. Returns the exit code."""
-    device, rank, world_size = fabric.device, fabric.global_rank, fabric.world_size
-    train_set, val_set, batch_size = datasets["train"], datasets["val"], config.effective_batch_size
-    must_stop = utils.StopSignals(config.timeout, resources)
+    """The training run. Returns the exit code. `resources` closes what must not outlive the run."""
+    train_set = datasets["train"]
+    val_set = datasets["val"]
+    stop_signals = StopSignals(config.timeout, resources)
 
     # ---- model, optimizer, metrics
     fabric.seed_everything(config.seed, verbose=False)
-    model = build_model(config, train_set)  # on the CPU: a seed means the same weights on every kind of device
-    model = fabric.setup_module(torch.compile(model, mode=config.compile, dynamic=False) if config.compile else model)
-    # After the model was set up: some strategies replace its parameters.
+    # On the CPU: a seed means the same weights on every kind of device.
+    model: Any = build_model(config, train_set)
+    if config.compile:
+        model = torch.compile(model, mode=config.compile, dynamic=False)
+    model = fabric.setup_module(model)
+    # Created after the model was set up, since some strategies replace its parameters.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
-    utils.skip_wrappers(fabric, model, optimizer)
-    metrics = build_metrics(config, train_set).to(device)
+    utils.bypass_wrappers(fabric, model, optimizer)  # in 32-true: saves 36 µs of a step
+    metrics = build_metrics(config, train_set).to(fabric.device)
+    means = utils.Means(fabric)
 
     # ---- state: a resume restores what is in this dict, and nothing else
-    mode = config.monitor_mode or mode_of(config.monitor)
-    no_best = {"monitor": f"{mode} {config.monitor}", "best": None, "best_step": 0, "bad_validations": 0}
     state: dict = {
         "model": model,
         "optimizer": optimizer,
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed
-        "sums": {"log": {}, "validation": {}},  # of what compute_loss returned since the last log and validation
+        "means": means,  # of what compute_loss returned since the last log
         "step": 0,
-        "micro_batch_size": None,
-        **no_best,  # the best value of `monitor` so far, its step, and the validations since
+        "micro_batch_size": None,  # kept on a resume: dropout and augmentation depend on it
+        "best": None,  # value of `monitor`
+        "best_step": 0,
+        "bad_validations": 0,  # since the best one
     }
-    run = RunDir(fabric, config, state, resources)  # a resume restores `state` here
-    if state["monitor"] != no_best["monitor"]:
-        state |= no_best
-
-    # ---- what follows from the config, in steps
+    run = RunDir(fabric, config, state, resources)
+    run.restore()
     saved_size = state["micro_batch_size"]
-    micro_batch_size, grad_accum_steps = split_batch(batch_size, config.micro_batch_size, saved_size, world_size)
-    state["micro_batch_size"] = micro_batch_size
-    steps_per_epoch, total_steps, *intervals = in_steps(config, len(train_set))  # of logs, validations, saves
-    peak_lr = scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule)
-    patience = config.early_stopping_patience or math.inf
+    plan = utils.make_plan(config, len(train_set), len(val_set), fabric.world_size, saved_size)
+    state["micro_batch_size"] = plan.micro_batch_size
 
     # ---- data
-    sampler = TrainSampler(len(train_set), steps_per_epoch, batch_size, micro_batch_size, rank, world_size, config.seed)
+    sampler = TrainSampler(plan, fabric.global_rank, config.seed)
     train_loader = Loader(fabric, train_set, sampler, config, resources)
-    val_samples = min(len(val_set), batch_size * limit(math.ceil(len(val_set) / batch_size), config.limit_val_batches))
-    with blame(config, "limit_val_batches", "devices"):
-        val_keys = eval_batches(val_samples, micro_batch_size, world_size)[rank] if val_samples else []
-    val_loader = Loader(fabric, val_set, val_keys, config, resources)
+    with cli.as_config_error(config, "limit_val_batches", "devices"):
+        val_batches = eval_batches(plan.val_samples, plan.micro_batch_size, fabric.world_size)
+    val_loader = Loader(fabric, val_set, val_batches[fabric.global_rank], config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
-    names = ["train/loss"]
-    if val_samples:
-        found = numbers(validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps)))
-        names = [f"train/{name}" for name in found if name not in metrics] + [f"val/{name}" for name in found]
-    if config.monitor not in names:
-        raise ConfigError(f"--monitor {config.monitor}: choose from {', '.join(names)}")
-    run.start(state["step"])
-
-    # ---- what will happen
-    console = Console(rank == 0, run.path, state["step"], total_steps, resources)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    console.print(f"{world_size} x {name}, precision {config.precision}")
-    console.print(f"{model.module if config.summary else 'model'}, {run.summary['parameters']:,} parameters")
-    console.print(f"{len(train_set):,} training samples, {val_samples:,} validation samples")
-    factors = f"{world_size} device(s) x {micro_batch_size} micro_batch_size x {grad_accum_steps} grad_accum_steps"
-    console.print(f"effective_batch_size {batch_size} = {factors}")
-    if saved_size not in (None, micro_batch_size):
-        console.print(f"micro_batch_size {micro_batch_size} instead of {saved_size}: dropout and augmentation differ")
-    console.print(f"lr {peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
-    console.print(f"{total_steps} steps = {total_steps / steps_per_epoch:g} epochs x {steps_per_epoch} steps")
-    console.print(f"run directory {run.path or 'none: --fast_run writes nothing'}{run.origin}")
+    sanity_results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
+    console = Console(fabric.is_global_zero, state["step"], plan.total_steps, config.monitor, resources)
+    header(console, fabric, config, plan, run, model)
 
     # ---- the loop
-    sums, timer, seed = utils.Sums(fabric, state["sums"]), utils.Timer(), seeder(fabric, "step", config.seed)
-    first_step, last_step = state["step"] + 1, total_steps if state["bad_validations"] < patience else 0
+    batches = train_loader.batches_from(state["step"])
+    set_seed = seeder(fabric, "step", config.seed)
+    timer = utils.Timer(fabric.device, plan.micro_batch_size * plan.world_size)
+    first_step = state["step"] + 1  # of this process
+    must_stop = False
     model.train()
-    for step in range(first_step, last_step + 1):
-        if step == first_step or (step - 1) % steps_per_epoch == 0:
-            sampler.epoch, sampler.step = divmod(step - 1, steps_per_epoch)
-            batches = iter(train_loader)  # one per epoch: workers do not run ahead into the next
-        lr = learning_rate(config, peak_lr, step, total_steps, steps_per_epoch)
+    for step in range(first_step, plan.total_steps + 1):
+        if must_stop or plan.is_finished(step - 1, state["bad_validations"]):
+            break
+        is_val_step = plan.is_due(step, plan.val_interval)
+        is_log_step = plan.is_due(step, plan.log_interval) or is_val_step
+        is_save_step = plan.is_due(step, plan.save_interval)
+        lr = learning_rate(config, plan, step)
         for group in optimizer.param_groups:
-            group["lr"] = lr  # of all groups: for different rates, multiply by a factor that each group has
+            group["lr"] = lr  # for other rates in some groups: lr * group["lr_factor"]
 
-        for micro_step in range(grad_accum_steps):
+        for micro_step in range(plan.grad_accum_steps):
             batch = timer.next(batches)
-            seed(((step - 1) * grad_accum_steps + micro_step) * world_size + rank)  # number of this micro-batch
-            is_synced = world_size == 1 or micro_step == grad_accum_steps - 1  # all-reduce in the last backward only
-            with nullcontext() if is_synced else fabric.no_backward_sync(model):
+            set_seed(plan.micro_batch_number(step, micro_step, fabric.global_rank))
+            is_accumulating = micro_step < plan.grad_accum_steps - 1
+            with fabric.no_backward_sync(model, enabled=is_accumulating):
                 values = compute_loss(model, batch, config)[0]  # the outputs are freed
-                fabric.backward(values["loss"] / grad_accum_steps if grad_accum_steps > 1 else values["loss"])
-            sums.add(values)
+                if step == first_step:
+                    utils.check_values(values, config.monitor, scalars_of(sanity_results))
+                loss = values["loss"]
+                if plan.grad_accum_steps > 1:  # the gradients of all micro-batches add up to their mean
+                    loss = loss / plan.grad_accum_steps
+                fabric.backward(loss)
+            means.add(values)
 
-        is_log_step, is_val_step, is_save_step = (step == total_steps or is_due(step, every) for every in intervals)
-        if config.max_grad_norm or is_log_step:
-            grad_norm = utils.clip_gradients(fabric, optimizer, config.max_grad_norm)
+        if step == first_step:  # the run directory is made only now: no failure before leaves one
+            timer.stop()
+            run.start(state["step"], console)
+            timer.start()
+
+        utils.unscale_gradients(fabric, optimizer)
+        if is_log_step or config.max_grad_norm:  # otherwise nobody asks for the norm
+            grad_norm = utils.clip_gradients(optimizer, config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step
 
         # ---- now and then: log, validate, save
-        is_due_step = is_log_step or is_val_step or is_save_step or step % 1000 == 0  # for the memory of the sums
-        is_over, is_best, row = must_stop(is_due_step), False, {}
-        if is_due_step or is_over:
-            logged = sums.collect({"train/grad_norm": grad_norm} if is_log_step else {})  # waits for the device
-        timer.stop()
+        must_stop = stop_signals.must_stop(synchronize=is_log_step or is_save_step)
+        is_best = False
+        row = {}
         if is_log_step:
-            row = {"epoch": step / steps_per_epoch, **logged, "lr": lr}
-            row |= timer.take(batch_size) | sums.take("log", "train/")
-            if not math.isfinite(row["train/loss"]):
-                raise RunError(f"the loss is {row['train/loss']} in the steps up to {step}")
+            row = {"epoch": step / plan.steps_per_epoch, "lr": lr}
+            # Waits for the device.
+            row.update(means.take({"grad_norm": grad_norm}, prefix="train/"))
+            utils.check_finite(row["train/loss"], step)
+            timer.stop()
+            row.update(timer.take())
+            row["peak_memory_mb"] = utils.peak_memory(fabric.device)
         if is_val_step:
-            means = sums.take("validation", "train/")
-            results = validate(fabric, config, model, val_loader, metrics) if val_samples else {}
-            validated = {f"val/{name}": value for name, value in results.items()}
-            value, sign = (means | validated)[config.monitor], -1 if mode == "min" else 1
-            is_best = math.isfinite(value) and (state["best"] is None or sign * value > sign * state["best"])
-            state["bad_validations"] = 0 if is_best else state["bad_validations"] + 1
+            results = validate(fabric, config, model, val_loader, metrics)
+            row.update({f"val/{name}": value for name, value in results.items()})
+            is_best = utils.is_better(row[config.monitor], state["best"], plan.monitor_mode)
             if is_best:
-                state["best"], state["best_step"] = value, step
-            is_over = is_over or state["bad_validations"] >= patience
-            row |= validated | {"best": state["best"]}
-            console.row({"epoch": step / steps_per_epoch, "step": step} | means | validated | {"lr": lr})
-        run.log(row, step)  # before the checkpoint: a resume drops the rows after it, and logs them again
-        console.update({name: row[name] for name in ("train/loss", config.monitor) if name in row})
-        if is_val_step or is_save_step or is_over:
-            run.save(step, is_save_step or is_over, is_best)
-        if step == first_step:
-            console.print(utils.memory(state, device))
-        if is_over:
-            break
-    console.bar.close()
-    is_finished = state["step"] >= total_steps or state["bad_validations"] >= patience
+                state.update(best=row[config.monitor], best_step=step, bad_validations=0)
+            else:
+                state["bad_validations"] += 1
+            row["best"] = state["best"]
+            console.table(row, step)
+        run.log(row, step)  # before the checkpoint: a resume from it does not log this row again
+        console.update(row)
+        is_last = must_stop or plan.is_finished(step, state["bad_validations"])
+        if is_save_step or is_best or is_last:
+            timer.stop()
+            run.save(step, is_regular=is_save_step or is_last, is_best=is_best)
+
+    is_finished = plan.is_finished(state["step"], state["bad_validations"])
     if is_finished:
         run.finish("model")
+    footer(console, config, plan, state, run, is_finished)
+    return 0 if is_finished else PREEMPTED
+
+
+def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, run: RunDir, model) -> None:
+    """Prints what will happen."""
+    device = fabric.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(fabric.device)
+    console.print(f"{plan.world_size} x {device}, precision {config.precision}")
+    layers = model.module if config.summary else "model"
+    console.print(f"{layers}, {run.parameters:,} parameters")
+    console.print(f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples")
+    micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
+    console.print(f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}")
+    saved = plan.saved_micro_batch_size
+    if saved not in (None, plan.micro_batch_size):
+        console.print(f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ")
+    console.print(f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
+    epochs = plan.total_steps / plan.steps_per_epoch
+    console.print(f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps")
+
+
+def footer(console: Console, config: TrainConfig, plan: Plan, state: dict, run: RunDir, is_finished: bool) -> None:
+    """Prints what came out, and what to do next."""
+    console.bar.close()
     ending = "finished" if is_finished else "stopped by a signal"
-    best = "none" if state["best"] is None else f"{state['best']:.5g} at step {state['best_step']}"
-    console.print(f"{ending} after {state['step']} of {total_steps} steps, best {config.monitor} {best}")
+    best = "none"
+    if state["best"] is not None:
+        best = f"{state['best']:.5g} at step {state['best_step']}"
+    console.print(f"{ending} after {state['step']} of {plan.total_steps} steps, best {config.monitor} {best}")
     console.print(f"next: {run.next_command(is_finished)}")
-    return 0 if is_finished else utils.PREEMPTED
-
-
-def build_fabric(config) -> Fabric:
-    """Fabric with the devices of a TrainConfig or TestConfig. Raises ConfigError for what the machine cannot do."""
-    utils.prepare_device(config)
-    with blame(config, *cli.DEVICE_OPTIONS):
-        return Fabric(**{name: getattr(config, name) for name in cli.DEVICE_OPTIONS})
 
 
 def main(config: TrainConfig) -> int:
-    """Trains, or goes on with the run at `config.resume`. Returns the exit code, or raises ConfigError or RunError."""
-    if n := config.fast_run:
-        config = replace(config, max_steps=n, limit_train_batches=n, limit_val_batches=n)
+    """Trains, or resumes the run at `config.resume`. Returns the exit code, or raises ConfigError or RunError."""
+    if config.fast_run:
+        count = config.fast_run
+        config = replace(config, max_steps=count, limit_train_batches=count, limit_val_batches=count)
     fabric = build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
-    with blame(config, "dataset", "data_dir", kinds=(OSError, ImportError)):  # others are mistakes in its code
-        datasets = build_datasets(config.dataset, config.data_dir)
-    return utils.launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
+    with cli.as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)):  # other exceptions are bugs
+        datasets = build_datasets(config)
+    return launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
 
 
 if __name__ == "__main__":

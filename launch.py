@@ -1,0 +1,225 @@
+"""How the processes of a run begin and end: Fabric and its strategy, checks that the ranks agree, signals."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cli import DEVICE_OPTIONS, as_config_error, is_local_zero, say
+from config import PER_HOST_OPTIONS, ConfigError, RunError
+
+PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
+SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
+
+
+# ---- Fabric
+
+
+def build_fabric(config) -> Fabric:
+    """Fabric with the devices of a TrainConfig or TestConfig. Raises ConfigError for what the machine does not have."""
+    prepare_device(config)
+    options: dict[str, Any] = {name: getattr(config, name) for name in DEVICE_OPTIONS}
+    with as_config_error(config, *DEVICE_OPTIONS):
+        fabric = Fabric(**options)
+        if isinstance(fabric.strategy, DDPStrategy):  # replace it by the strategy below
+            fabric = Fabric(**options | {"strategy": ResumableDDP(config, fabric)})
+    return fabric
+
+
+class ResumableDDP(DDPStrategy):
+    """DDP that sums the gradients in the same order in all steps, also in the first step of a resumed run.
+
+    Args:
+        config: Its `strategy` tells whether to look for parameters without a gradient.
+        fabric: Fabric with the DDPStrategy that this one replaces.
+    """
+
+    def __init__(self, config, fabric: Fabric):
+        is_gpu = fabric.device.type == "cuda"
+        launcher = fabric.strategy.launcher  # None if an external launcher has started the processes
+        super().__init__(
+            # On GPUs, StopSignals must time out first: NCCL aborts the process without a message.
+            timeout=timedelta(seconds=config.timeout + (60 if is_gpu else 0)),
+            start_method="fork" if launcher and launcher.is_interactive_compatible else "popen",
+        )
+        self.find_unused_parameters = config.strategy.endswith("find_unused_parameters_true")
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Like Fabric's, but on the current CUDA stream. Fabric 2.6.6 uses a side stream, so that all gradients cross
+        streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
+        device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+        ddp = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,  # without a copy of the gradients
+        )
+        order_buckets(ddp)
+        return ddp
+
+
+def order_buckets(ddp: DistributedDataParallel) -> None:
+    """Makes DDP order its gradient buckets now, the last parameter first. Otherwise it does so after the first backward
+    pass of a process, and three or more ranks would sum the gradients of the first resumed step in another order."""
+    ddp._pre_forward(None)
+    # abs: a complex loss has no backward pass.
+    loss = sum(parameter.sum().abs() for parameter in ddp.parameters() if parameter.requires_grad)
+    ddp._post_forward(loss).backward()
+    ddp.zero_grad()
+
+
+def prepare_device(config) -> None:
+    """Sets torch's flags for the kind of device, and silences Fabric. Raises ConfigError for an option that the device
+    does not support."""
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # train.py prints the devices itself
+    warnings.filterwarnings("ignore", ".*does not support skipping the gradient sync")  # dp does none
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    uses_gpu = config.accelerator != "cpu" and (config.accelerator != "auto" or has_gpu)
+    if uses_gpu:
+        torch.set_float32_matmul_precision("high")  # TF32; on a CPU this would make small products twice as slow
+        torch.backends.cudnn.deterministic = True  # otherwise the gradients of convolutions may differ between runs
+        if config.precision == "64-true" and torch.backends.mps.is_available():
+            raise ConfigError("--precision 64-true: Apple's GPUs lack float64; use 32-true or --accelerator cpu")
+        return
+    torch.set_flush_denormal(True)  # Adam's averages for dead units are denormal: its step takes several times longer
+    if config.precision == "16-mixed":
+        raise ConfigError("--precision 16-mixed: needs a GPU; use bf16-mixed or 32-true")
+    if config.strategy == "dp":
+        raise ConfigError("--strategy dp: needs GPUs; use ddp, which is faster on them, too")
+
+
+# ---- processes
+
+
+def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
+    """Calls function(resources) in every process and returns its exit code. `resources` is an ExitStack for what must
+    not outlive the run, however it ends.
+
+    Raises:
+        ConfigError: The launcher has started another number of processes than the options ask for, or a process has
+            other options or files than rank 0.
+    """
+    started = int(os.environ.get("WORLD_SIZE", fabric.world_size))
+    if started != fabric.world_size:
+        asked = f"--devices {config.devices} --num_nodes {config.num_nodes}: asks for {fabric.world_size} process(es)"
+        raise ConfigError(f"{asked}, but the launcher has started {started}")
+    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
+        die_with_launcher()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        say("torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, otherwise a restart may hang")
+
+    def start(fabric: Fabric) -> int:
+        other = differing_rank(fabric, fingerprint(config))
+        if other:
+            raise ConfigError(f"{other} has other files or options than rank 0, or has found another run; {SHARED}")
+        with ExitStack() as resources:
+            return function(resources)
+
+    code = fabric.launch(start)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # after the model is gone, otherwise gloo may abort at exit
+    return code
+
+
+def die_with_launcher() -> None:
+    """Makes the system end this process when the process that has launched it dies. With torchrun all ranks are still
+    there, and can save; otherwise rank 0 has launched the others, and they cannot save without it."""
+    PR_SET_PDEATHSIG = 1
+    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if is_elastic else signal.SIGKILL)
+
+
+def fingerprint(config) -> int:
+    """A hash of the programs and options, which must be the same in all processes."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    options = {name: value for name, value in asdict(config).items() if name not in PER_HOST_OPTIONS}
+    return zlib.crc32(repr([sources, options]).encode())
+
+
+def differing_rank(fabric: Fabric, value: Any) -> str | None:
+    """The name of a rank, and of its host, whose value differs from that of rank 0; None if all agree."""
+    own = (value, os.uname().nodename)
+    found = [own] * fabric.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(found, own)
+    for rank, (found_value, host) in enumerate(found):
+        if found_value != found[0][0]:
+            return f"rank {rank} on {host}"
+    return None
+
+
+def on_rank_zero(fabric: Fabric, function: Callable, *args) -> Any:
+    """Calls the function on rank 0 only. All ranks return its result, or raise its ConfigError or RunError."""
+    result = None
+    if fabric.is_global_zero:
+        try:
+            result = function(*args)
+        except (ConfigError, RunError) as error:
+            result = error
+    result = fabric.broadcast(result)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+# ---- signals
+
+
+class StopSignals:
+    """Turns a SIGTERM, SIGINT or SIGUSR1 to any rank into a decision of all ranks to stop after the same step. A second
+    signal ends the process at once. The ranks synchronize about once a second, since that may take 1 ms."""
+
+    def __init__(self, timeout: float, resources: ExitStack):
+        self.received = 0  # number of the signal
+        self.group = None
+        self.interval = 1  # steps between two synchronizations
+        self.steps = 0  # since the last one
+        self.synchronized = time.monotonic()
+        if dist.is_initialized():  # on the CPU, so that it never waits for a GPU
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.handlers = resources.enter_context(ExitStack())  # restores the previous handlers when it is closed
+        if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
+
+    def receive(self, number: int, frame) -> None:
+        self.received = number
+        with suppress(OSError):  # stderr may be closed; print is not safe in a signal handler, os.write is
+            if is_local_zero():
+                os.write(2, b"\nstopping at the end of a step; a second signal ends the process at once\n")
+        self.handlers.close()
+
+    def must_stop(self, synchronize: bool) -> bool:
+        """Whether to stop; all ranks call it once per step. With `synchronize` the ranks are synchronized now, as they
+        must be before a step waits for the device: a wait for a rank that has died would never end."""
+        if self.group is None:
+            return self.received > 0
+        self.steps += 1
+        if self.steps < self.interval and not synchronize:
+            return False
+        values = torch.tensor([self.received, time.monotonic() - self.synchronized])
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        received, seconds = values.tolist()
+        self.interval = max(1, int(self.steps / max(seconds, 0.5)))  # steps in a second; at most twice as many as now
+        self.steps = 0
+        self.synchronized = time.monotonic()
+        return received > 0
