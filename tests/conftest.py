@@ -35,6 +35,7 @@ LONG = (
 SLOW = LONG.replace("--epochs 30", "--epochs 3000")  # never ends by itself
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
+MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
 
@@ -210,12 +211,9 @@ def last_summary(cwd: Path) -> dict:
 
 
 def history(cwd: Path) -> list[dict]:
-    """The rows of metrics.csv without what is measured in seconds."""
+    """The rows of metrics.csv without what is measured of the process."""
     with open(run_dir(cwd) / "logs" / "csv" / "metrics.csv", newline="") as file:
-        return [
-            {k: v for k, v in row.items() if k not in ("samples_per_second", "data_wait")}
-            for row in csv.DictReader(file)
-        ]
+        return [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
 
 
 def assert_same_run(cwd: Path, other: Path) -> None:
@@ -303,18 +301,6 @@ def edited(diff: str, folder: Path) -> Path:
             assert text.count(old) == 1, f"{name} has this {text.count(old)} times:{old}"
             text = text.replace(old, new)
         (folder / name).write_text(text[1:])
-    return folder
-
-
-def replaced(folder: Path, name: str, old: str, new: str) -> Path:
-    """A copy of the programs in `folder`, made at the first call, with a text that one of them has once replaced."""
-    folder.mkdir(exist_ok=True)
-    for path in REPO.glob("*.py"):
-        if not (folder / path.name).exists():
-            shutil.copy(path, folder)
-    text = (folder / name).read_text()
-    assert text.count(old) == 1, f"{name} has this {text.count(old)} times: {old}"
-    (folder / name).write_text(text.replace(old, new))
     return folder
 
 

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from threading import Lock
 
 import torch
 from conftest import (
+    MEASURED,
     NO_SHARED_STORE,
     ON_2,
     PREEMPTED,
@@ -41,7 +43,6 @@ from conftest import (
     is_running,
     kill_group,
     newest,
-    replaced,
     run,
     run_dir,
     snapshot,
@@ -49,6 +50,7 @@ from conftest import (
     wait_for,
     weights,
 )
+from edits import insert_after, insert_before
 from test_faults import TWO_SAVES, kill_before, remove_what_is_no_run
 from test_logging import read_tensorboard, values, wandb_records
 
@@ -130,28 +132,28 @@ def copy_of_interrupted(cwd: Path) -> Path:
 
 
 def curves(cwd: Path) -> dict:
-    """TensorBoard's curves, without what is measured in seconds."""
+    """TensorBoard's curves, without what is measured of the process."""
     if not (run_dir(cwd) / "logs" / "tensorboard").exists():
         return {}
     board = read_tensorboard(run_dir(cwd))
-    names = set(board.Tags()["scalars"]) - {"vitals/samples_per_second", "vitals/data_wait"}
+    names = set(board.Tags()["scalars"]) - {f"vitals/{name}" for name in MEASURED}
     return {name: [(event.step, event.value) for event in board.Scalars(name)] for name in names}
 
 
 def summary(cwd: Path) -> dict:
-    """summary.json, without what is measured in seconds."""
+    """summary.json, without what is measured of the process."""
     found = json.loads((run_dir(cwd) / "summary.json").read_text())
-    found["last"] = {k: v for k, v in found["last"].items() if k not in ("samples_per_second", "data_wait")}
+    found["last"] = {k: v for k, v in found["last"].items() if k not in MEASURED}
     return {name: value for name, value in found.items() if name != "seconds"}
 
 
 def wandb_rows(cwd: Path) -> list[dict]:
-    """All rows of all starts, without what is measured in seconds."""
+    """All rows of all starts, without what is measured of the process."""
     paths = sorted(run_dir(cwd).glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.name for path in paths} <= {f"run-{run_dir(cwd).name}.wandb"}, "several ids in wandb"
     rows = [values(r.history.item) for path in paths for r in wandb_records(path) if r.HasField("history")]
-    timed = ("_timestamp", "_runtime", "_wandb", "samples_per_second", "data_wait")
-    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+    measured = ("_timestamp", "_runtime", "_wandb", *MEASURED)
+    return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 
 
 def check_same(cwd: Path, options: str, atol: float = 0) -> None:
@@ -242,10 +244,9 @@ def pid_of(rank: int, process: subprocess.Popen, launched: bool) -> int:
     return (children(process.pid) if launched else [process.pid, *children(process.pid)])[rank]
 
 
-def at_step(cwd: Path, step: int, statement: str) -> Path:
-    """A copy of the program that executes the statement after this step."""
-    line = 'state["step"] = step\n'
-    return replaced(cwd / "patched", "train.py", line, f"{line}        if step == {step}: {statement}\n")
+def at_step(cwd: Path, step: int, code: str) -> Path:
+    """A copy of the program that executes this code after this step."""
+    return insert_after(cwd / "patched", "step is done", f"if step == {step}:\n{textwrap.indent(code, '    ')}")
 
 
 # ---- kills
@@ -408,7 +409,7 @@ draw = TrainSampler.__iter__
 def record(self):
     for number, batch in draw(self):
         with open("samples.txt", "a") as file:
-            step = number * self.micro_batch_size // self.batch_size
+            step = number * self.plan.micro_batch_size // self.plan.effective_batch_size
             print(__import__("os").environ["START"], step, *batch, file=file)
         yield number, batch
 
@@ -419,8 +420,7 @@ TrainSampler.__iter__ = record
 
 def recording(cwd: Path) -> Path:
     """A copy of the program that writes down which samples are drawn."""
-    end = (REPO / "data.py").read_text()[-60:]
-    return replaced(cwd / "patched", "data.py", end, end + RECORD)
+    return insert_before(cwd / "patched", "functions", RECORD)
 
 
 @fault(processes=2)
@@ -598,7 +598,7 @@ def one_rank(tries: Tries, number: int | None, seconds: float) -> None:
     for launcher in ("", TORCHRUN):
         for rank in (0, 1):
             with tries(f"rank {rank}{' of torchrun' * bool(launcher)}") as cwd:
-                raising = f"\n            if rank == {rank}: raise ValueError('deliberate')"
+                raising = f"if fabric.global_rank == {rank}:\n    raise ValueError('deliberate')"
                 repo = REPO if number else at_step(cwd, 37, raising)
                 options = f"{LONG} --timeout 15" if launcher else f"{LONG} --timeout 15 {ON_2}"
 
@@ -695,7 +695,7 @@ def two_resumes_at_once(tries):
 def loss_becomes_nan(tries):
     for options in (LONG, f"{LONG} {ON_2}"):
         with tries(options) as cwd:
-            nan = "\n            if rank == 0: next(model.parameters()).data.mul_(math.nan)"
+            nan = "if fabric.global_rank == 0:\n    next(model.parameters()).data.mul_(math.nan)"
             done = end_of(start(f"train.py {options}", cwd, repo=at_step(cwd, 37, nan)), cwd)
             check_failed(done, 1, "loss is nan in the steps up to 38")
             check_whole(cwd)
@@ -711,7 +711,7 @@ def out_of_memory(tries):
         done = None
         while done is None or done.returncode:
             process = start(f"train.py {options} {' '.join(advised[-1:])}", cwd)
-            wait_for(lambda: process.poll() is not None or len([*cwd.glob("2*/config.yaml")]) > len(advised))  # noqa: B023
+            assert any("steps = " in line for line in process.stdout)  # the last line before the first step
             size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
             resource.prlimit(process.pid, resource.RLIMIT_AS, 2 * (size + (600 << 20),))
             done = end_of(process, cwd)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import call, run
 
-from config import TrainConfig, to_yaml
+from cli import to_yaml
+from config import TrainConfig
 
 
 def files(folder: Path) -> set[Path]:
@@ -228,6 +229,8 @@ def test_run_with_a_truncated_config(script: str, length: int, tmp_path: Path):
         "--limit_train_batches 3",
         "--width 8",
         "--dropout 0.5",
+        "--monitor val/loss",
+        "--monitor_mode min",
     ],
 )
 def test_resume_with_a_change_that_makes_the_state_meaningless(options: str, tmp_path: Path):
@@ -248,7 +251,10 @@ LATE = {
     "train.py --effective_batch_size 63 --devices 2": ["--effective_batch_size", "62 or 64"],
     "train.py --effective_batch_size 64 --micro_batch_size 24": ["micro_batch_size", "48 or 72"],
     "train.py --effective_batch_size 2000": ["--effective_batch_size", "1217"],
-    "train.py --monitor val/f1 --num_sanity_val_steps 0": ["--monitor val/f1", "train/loss, val/loss, val/accuracy"],
+    "train.py --monitor val/f1 --num_sanity_val_steps 0": [
+        "--monitor val/f1",
+        "train/loss, train/grad_norm, val/loss, val/accuracy",
+    ],
     "train.py --limit_val_batches 0": ["--monitor val/accuracy", "choose from train/loss"],
     "train.py --strategy dp": ["--strategy dp", "ddp"],  # Fabric would silently take ddp instead
     "train.py --precision 16-mixed": ["--precision", "16-mixed"],

@@ -1,5 +1,6 @@
 """Options: where they come from, how they are written, what --help says, and the arithmetic on them."""
 
+import math
 import os
 import re
 from dataclasses import MISSING, fields, replace
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import REPO, run
 
-from cli import parse_test, parse_train, read_config
-from config import ConfigError, TrainConfig, is_due, limit, mode_of, scale_lr, split_batch, to_yaml
+from cli import parse_test, parse_train, read_config, to_yaml
+from config import ConfigError, TrainConfig, mode_of
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
+from utils import Plan, limit, make_plan, scale_lr
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +163,7 @@ def test_empty_config_file_changes_nothing():
 def test_a_second_config_path_is_refused():
     """The first would be dropped without a word."""
     Path("a.yaml").write_text("epochs: 1")
-    with pytest.raises(ConfigError, match="--config_path: give all files behind one"):
+    with pytest.raises(ConfigError, match="--config_path: give it once, with all files"):
         train("--config_path a.yaml --config_path a.yaml")
 
 
@@ -179,7 +181,7 @@ OPTIONAL_VALUE = ("fast_run", "compile")
 )
 def test_an_option_is_not_accepted_without_its_value(option: str):
     """`--resume $RUN`, where RUN is not set, must not start a new run."""
-    for options in (f"--{option}", f"--{option} --seed 1"):
+    for options in (f"--{option}", f"--{option} --summary"):
         with pytest.raises(ConfigError, match=f"--{option}\\b"):
             train(options)
 
@@ -383,26 +385,56 @@ def test_the_config_of_a_run_can_be_read_in_python():
 # ---- arithmetic
 
 
+def plan_of(world_size: int = 1, saved: int | None = None, train_samples: int = 1000, **options) -> Plan:
+    return make_plan(TrainConfig(**options), train_samples, 200, world_size, saved)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("micro", [None, 1, 2, 8, 24])
-def test_split_batch(world_size: int, micro: int | None):
+def test_the_batch_is_split_among_devices_and_micro_batches(world_size: int, micro: int | None):
     """The equation holds, or the error names the nearest values for which it does."""
     for effective in range(1, 100):
+        options = {"effective_batch_size": effective, "micro_batch_size": micro}
         unit = world_size * (micro or 1)
         if effective % unit == 0:
             for saved in (None, 2):
-                size, accumulation = split_batch(effective, micro, saved, world_size)
-                assert effective == world_size * size * accumulation
+                plan = plan_of(world_size, saved, **options)
+                assert effective == world_size * plan.micro_batch_size * plan.grad_accum_steps
                 kept = saved if saved and effective % (world_size * saved) == 0 else effective // world_size
-                assert size == (micro or kept)
+                assert plan.micro_batch_size == (micro or kept)
         else:
             with pytest.raises(ConfigError) as error:
-                split_batch(effective, micro, None, world_size)
+                plan_of(world_size, **options)
             below = effective // unit * unit
             named = re.search(
                 rf"--effective_batch_size {effective}: .*; nearest: (?:(\d+) or )?(\d+)$", str(error.value)
             )
             assert (int(named[1] or 0), int(named[2])) == (below, below + unit)
+
+
+@pytest.mark.parametrize(
+    "options, steps, intervals",
+    [
+        ({}, (19, 380), (19, 19, 19)),
+        ({"max_steps": 7}, (19, 7), (19, 19, 19)),
+        ({"epochs": 0.01, "warmup_epochs": 0.0}, (19, 1), (19, 19, 19)),
+        ({"epochs": 2.5, "limit_train_batches": 4}, (4, 10), (4, 4, 4)),
+        ({"log_per_epoch": 2, "val_frequency": 0.5, "checkpoint_frequency": 3}, (19, 380), (9.5, 9.5, 57)),
+        ({"log_interval": 3, "val_interval": 4, "checkpoint_interval": 5}, (19, 380), (3, 4, 5)),
+        ({"checkpoint_frequency": None}, (19, 380), (19, 19, math.inf)),
+    ],
+)
+def test_epochs_become_steps(options: dict, steps: tuple, intervals: tuple):
+    plan = plan_of(train_samples=1217, **options)
+    assert (plan.steps_per_epoch, plan.total_steps) == steps
+    assert (plan.log_interval, plan.val_interval, plan.save_interval) == intervals
+
+
+@pytest.mark.parametrize("limited, expected", [(None, 200), (2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0)])
+def test_a_validation_is_limited_in_effective_batches(limited: int | float | None, expected: int):
+    """So it is the same on any number of devices."""
+    for world_size in (1, 2, 4):
+        assert plan_of(world_size, limit_val_batches=limited).val_samples == expected
 
 
 def test_scale_lr():
@@ -414,13 +446,16 @@ def test_scale_lr():
     assert scale_lr(0.1, 64, 256, "sqrt") == pytest.approx(0.05)
 
 
+ENDLESS = plan_of(max_steps=10**9)
+
+
 @pytest.mark.parametrize("steps_per_epoch", [4, 19, 22, 100, 937])
 @pytest.mark.parametrize("times", [1, 2, 3, 4])
 def test_is_due_so_many_times_in_each_epoch(steps_per_epoch: int, times: int):
-    every = steps_per_epoch / times
+    interval = steps_per_epoch / times
     for epoch in range(30):
         steps = range(epoch * steps_per_epoch + 1, (epoch + 1) * steps_per_epoch + 1)
-        due = [step for step in steps if is_due(step, every)]
+        due = [step for step in steps if ENDLESS.is_due(step, interval)]
         assert len(due) == times
         assert due[-1] == steps[-1]
 
@@ -428,13 +463,19 @@ def test_is_due_so_many_times_in_each_epoch(steps_per_epoch: int, times: int):
 def test_is_due_for_a_fraction_of_an_epoch():
     """0.1 of 22 steps: exactly ten per epoch."""
     for epoch in range(1000):
-        assert sum(is_due(step, 0.1 * 22) for step in range(epoch * 22 + 1, (epoch + 1) * 22 + 1)) == 10
+        assert sum(ENDLESS.is_due(step, 0.1 * 22) for step in range(epoch * 22 + 1, (epoch + 1) * 22 + 1)) == 10
 
 
 def test_is_due_every_so_many_epochs_and_at_most_once_a_step():
-    assert [step for step in range(1, 100) if is_due(step, 2.5 * 10)] == [25, 50, 75]
-    assert [step for step in range(1, 100) if is_due(step, 1.5 * 19)] == [29, 57, 86]
-    assert all(is_due(step, 0.25) for step in range(1, 100))
+    assert [step for step in range(1, 100) if ENDLESS.is_due(step, 2.5 * 10)] == [25, 50, 75]
+    assert [step for step in range(1, 100) if ENDLESS.is_due(step, 1.5 * 19)] == [29, 57, 86]
+    assert all(ENDLESS.is_due(step, 0.25) for step in range(1, 100))
+
+
+def test_is_due_at_the_last_step_whatever_the_interval():
+    plan = plan_of(max_steps=11)
+    for interval in (100, math.inf):
+        assert [step for step in range(1, 12) if plan.is_due(step, interval)] == [11]
 
 
 @pytest.mark.parametrize(

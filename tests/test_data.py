@@ -2,6 +2,7 @@
 
 import random
 from contextlib import ExitStack
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -10,16 +11,22 @@ from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 
 from config import TrainConfig
-from data import ImageDataset, Loader, MicroBatches, TrainSampler, build_datasets, eval_batches
+from data import ImageDataset, Loader, SeededBatches, TrainSampler, build_datasets, eval_batches
+from utils import Plan, make_plan
 
 SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6
 FABRIC = Fabric(accelerator="cpu", devices=1)
 
 
+def plan_of(samples: int, effective: int, micro: int, world_size: int = 1) -> Plan:
+    config = TrainConfig(effective_batch_size=effective, micro_batch_size=micro)
+    return make_plan(config, samples, 1, world_size, None)
+
+
 def train_sampler(rank=0, world_size=1, micro=MICRO, seed=42, epoch=0, step=0) -> TrainSampler:
     """From a step of an epoch to the end of that epoch."""
-    sampler = TrainSampler(SAMPLES, STEPS, EFFECTIVE, micro, rank, world_size, seed)
-    sampler.epoch, sampler.step = epoch, step
+    sampler = TrainSampler(plan_of(SAMPLES, EFFECTIVE, micro, world_size), rank, seed)
+    sampler.epoch, sampler.step_in_epoch = epoch, step
     return sampler
 
 
@@ -74,9 +81,32 @@ def test_resume_goes_on_with_the_samples_that_are_left(step: int, world_size: in
     assert effective_batches(world_size, epoch=2, step=step) == whole[step:]
 
 
-def test_micro_batches_are_numbered_through_all_epochs():
-    numbers = [number for epoch in range(3) for number, _ in train_sampler(epoch=epoch)]
-    assert numbers == list(range(3 * STEPS * EFFECTIVE // MICRO))
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_micro_batches_are_numbered_through_all_epochs(world_size: int):
+    """By the same numbers in the loader and in the loop, each once."""
+    plan = plan_of(SAMPLES, EFFECTIVE, MICRO, world_size)
+    drawn, counted = [], []
+    for rank in range(world_size):
+        drawn += [number for epoch in range(3) for number, _ in train_sampler(rank, world_size, epoch=epoch)]
+        for step in range(1, 3 * STEPS + 1):
+            counted += [plan.micro_batch_number(step, i, rank) for i in range(plan.grad_accum_steps)]
+    assert drawn == counted and sorted(drawn) == list(range(3 * STEPS * EFFECTIVE // MICRO))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("first", [0, 1, 2, 5])
+def test_a_loader_gives_the_batches_from_any_step_on_without_end(first: int, num_workers: int):
+    """Two steps an epoch, of four micro-batches each."""
+    with ExitStack() as resources:
+        sampler = TrainSampler(plan_of(40, 20, 5), 0, 42)
+        config = TrainConfig(num_workers=num_workers)
+        loader = Loader(FABRIC, Pairs(), sampler, config, resources)
+        found = [targets.tolist() for _, targets in islice(loader.batches_from(first), 4 * (8 - first))]
+        expected = []
+        for sampler.epoch in range(4):
+            sampler.step_in_epoch = 0
+            expected += [indices.tolist() for _, indices in sampler]
+    assert found == expected[4 * first :]
 
 
 # ---- the order of an evaluation
@@ -115,13 +145,13 @@ def test_digits_have_a_fixed_split():
 
     digits = load_digits().images.astype(np.uint8)
     number = {digit.tobytes(): i for i, digit in enumerate(digits)}
-    parts = build_datasets("digits", None, augment=False)
+    parts = build_datasets(TrainConfig(), augment=False)
     assert {name: len(part) for name, part in parts.items()} == {"train": 1217, "val": 200, "test": 380}
     found = {name: [number[image.tobytes()] for image in grey(part)] for name, part in parts.items()}
     assert sorted(found["train"] + found["val"] + found["test"]) == list(range(len(digits)))
 
     torch.manual_seed(7)
-    again = build_datasets("digits", None)
+    again = build_datasets(TrainConfig())
     assert [number[image.tobytes()] for image in grey(again["val"])] == found["val"]
     assert torch.equal(again["train"].targets, parts["train"].targets)
     for i, image in zip(found["train"], grey(again["train"]), strict=True):
@@ -201,7 +231,7 @@ def load(dataset: Dataset, num_workers=0, epochs=(0,), world_size=1, micro=5, se
     found, config = {}, TrainConfig(seed=seed, num_workers=num_workers)
     for rank in range(world_size):
         with ExitStack() as resources:
-            sampler = TrainSampler(len(dataset), len(dataset) // 20, 20, micro, rank, world_size, seed)
+            sampler = TrainSampler(plan_of(len(dataset), 20, micro, world_size), rank, seed)
             loader = Loader(FABRIC, dataset, sampler, config, resources)
             for epoch in epochs:
                 sampler.epoch = epoch
@@ -241,7 +271,7 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
     dataset, config = pictures(), TrainConfig()
     expected = load(dataset)
     with ExitStack() as resources:
-        loader = Loader(FABRIC, dataset, TrainSampler(40, 2, 20, 5, 0, 1, 42), config, resources)
+        loader = Loader(FABRIC, dataset, TrainSampler(plan_of(40, 20, 5), 0, 42), config, resources)
         found = {}
         for images, targets in loader:
             other = Loader(FABRIC, dataset, eval_batches(40, 4, 1)[0], config, resources)
@@ -253,7 +283,7 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
 def test_batches_are_what_the_dataset_gives():
     """Dicts and tuples of any length, collated as PyTorch does, or by the dataset's own collate_fn."""
     key = (0, np.array([3, 1, 2]))
-    batch = MicroBatches(Dicts(), seed=42)[key]
+    batch = SeededBatches(Dicts(), seed=42)[key]
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "picture": (3, 3),
         "label": (3,),
@@ -262,7 +292,7 @@ def test_batches_are_what_the_dataset_gives():
     assert batch["label"].tolist() == [3, 1, 2]
 
     tensors = TensorDataset(torch.arange(5), torch.arange(5) + 10, torch.arange(5) + 20)
-    assert [column.tolist() for column in MicroBatches(tensors, seed=42)[key]] == [
+    assert [column.tolist() for column in SeededBatches(tensors, seed=42)[key]] == [
         [3, 1, 2],
         [13, 11, 12],
         [23, 21, 22],
@@ -274,7 +304,7 @@ def test_batches_are_what_the_dataset_gives():
             return "collated", default_collate([target for _, target in samples])
 
     for dataset in (Padded(), random_split(Padded(), [40])[0]):
-        name, targets = MicroBatches(dataset, seed=42)[key]
+        name, targets = SeededBatches(dataset, seed=42)[key]
         assert name == "collated" and len(targets) == 3
 
 

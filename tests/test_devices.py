@@ -3,15 +3,18 @@
 import os
 import re
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, replaced, run, run_dir, save_as_of
+from conftest import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of
+from edits import insert_after
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import launch
 import utils
 from config import TrainConfig
 from data import build_datasets
@@ -19,23 +22,23 @@ from train import build_model
 
 # 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is
 # refused there.)
-SCALED = """torch.nn  # noqa
-        from lightning.fabric.plugins import MixedPrecision
+SCALED = """
+from lightning.fabric.plugins import MixedPrecision
 
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        return Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-        return Fabric("""
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+"""
 
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory) -> Path:
     """A copy of the programs that trains with a gradient scaler."""
-    return replaced(tmp_path_factory.mktemp("scaled"), "train.py", "return Fabric(", SCALED)
+    return insert_after(tmp_path_factory.mktemp("scaled"), "Fabric", SCALED)
 
 
 def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
     """They are drawn on the CPU; a device has other random numbers."""
-    dataset = build_datasets("digits", None)["train"]
+    dataset = build_datasets(TrainConfig())["train"]
     torch.manual_seed(0)
     model = build_model(TrainConfig(), dataset)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
@@ -55,7 +58,7 @@ def test_checkpoints_of_another_machines_gpu_are_read(tmp_path):
 def test_convolutions_are_deterministic_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     precision = torch.get_float32_matmul_precision()
-    utils.prepare_device(TrainConfig(accelerator="gpu"))
+    launch.prepare_device(TrainConfig(accelerator="gpu"))
     torch.set_float32_matmul_precision(precision)
     assert torch.backends.cudnn.deterministic
 
@@ -83,7 +86,8 @@ def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
     fabric.backward(3 * model.weight.sum())
     assert model.weight.grad.item() == 3 * 1024
-    assert utils.clip_gradients(fabric, optimizer, max_norm).item() == 3
+    utils.unscale_gradients(fabric, optimizer)
+    assert utils.clip_gradients(optimizer, max_norm).item() == 3
     assert model.weight.grad.item() == pytest.approx(max_norm or 3, rel=1e-4)
 
 
@@ -93,29 +97,32 @@ def test_without_clipping_gradients_stay_as_they_are(value):
     model = fabric.setup_module(torch.nn.Linear(2, 1, bias=False))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     model.weight.grad = torch.tensor([[value, 1.0]])
-    assert not utils.clip_gradients(fabric, optimizer, None).isfinite()
+    utils.unscale_gradients(fabric, optimizer)  # there is no scaler
+    assert not utils.clip_gradients(optimizer, None).isfinite()
     assert model.weight.grad[0, 1] == 1
 
 
 class Reads(TorchDispatchMode):
-    """Collects the files of the template in which a number is taken off the device by itself."""
+    """Counts how often a function of the template takes a number off the device by itself."""
 
     def __init__(self):
         super().__init__()
-        self.files = set()
+        self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
-            files = [path for frame in traceback.extract_stack() if (path := Path(frame.filename)).parent == REPO]
-            self.files |= {path.name for path in files[-1:]}
+            frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == REPO]
+            self.counts.update(frame.name for frame in frames[-1:])
         return function(*args, **kwargs or {})
 
 
 def test_all_numbers_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_path):
-    """In Sums.collect, as one tensor. A checkpoint takes one more: whether the weights are finite."""
+    """In Means.reduce, as one tensor. Others are taken before the loop, once in the first step, and once at each of the
+    five checkpoints: whether the loss and the weights are finite."""
     with Reads() as reads:
         call(f"train.py {SMALL} --log_interval 2 --max_grad_norm 1", tmp_path)
-    assert "rundir.py" in reads.files and not reads.files & {"train.py", "utils.py"}
+    del reads.counts["__init__"]  # of a dataset
+    assert reads.counts == {"check_values": 1, "check_weights": 5}
     assert [int(row["step"]) for row in history(tmp_path)] == [*range(2, 21, 2)]
 
 
@@ -125,7 +132,7 @@ def test_all_numbers_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_pa
 def test_gradients_are_kept_once(tmp_path):
     """Not a second time in the buckets of DistributedDataParallel."""
     told = 'print("storages", len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}))'
-    program = replaced(tmp_path / "program", "train.py", "sums.add(values)", f"sums.add(values); {told}")
+    program = insert_after(tmp_path / "program", "micro-batch is done", told)
     done = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", tmp_path)
     assert {*re.findall(r"storages (\d+)", done.stdout)} == {"1"}
 

@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import ON_2, SMALL, call, replaced, run, run_dir, start
+from conftest import ON_2, SMALL, call, history, run, run_dir, start, without_locks
+from edits import insert_before, replace
 
 # Stands before `build_datasets`, which it replaces: SAMPLE is what the datasets give for an image and its target.
 NEW_DATA = """
@@ -42,7 +43,7 @@ def cwd(tmp_path: Path) -> Path:
 
 
 def with_samples(program: Path, sample: str) -> None:
-    replaced(program, "data.py", "def build_datasets(", NEW_DATA.replace("SAMPLE", sample))
+    replace(program, "build_datasets", NEW_DATA.replace("SAMPLE", sample))
 
 
 # ---- data
@@ -50,8 +51,8 @@ def with_samples(program: Path, sample: str) -> None:
 
 def test_a_dataset_of_dicts(program: Path, cwd: Path):
     with_samples(program, '{"name": f"image {index}", "target": target, "weight": 1.0, "image": image}')
-    replaced(program, "train.py", "image, _ = dataset[0]", 'image = dataset[0]["image"]')
-    replaced(program, "train.py", "images, targets = batch", 'images, targets = batch["image"], batch["target"]')
+    replace(program, "image shape", 'image = dataset[0]["image"]')
+    insert_before(program, "batch", 'batch = batch["image"], batch["target"]')
     call(f"{program}/train.py {SMALL} --epochs 1 --num_workers 1", cwd)
     report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", cwd)
     assert "on 380 test samples" in report.stdout
@@ -59,14 +60,13 @@ def test_a_dataset_of_dicts(program: Path, cwd: Path):
 
 def test_a_dataset_of_tuples_of_any_length(program: Path, cwd: Path):
     with_samples(program, "image, [target, index], 1.0")
-    replaced(program, "train.py", "image, _ = dataset[0]", "image, _, _ = dataset[0]")
-    replaced(program, "train.py", "images, targets = batch", "images, (targets, _), _ = batch")
+    replace(program, "image shape", "image, _, _ = dataset[0]")
+    replace(program, "batch", "    images, (targets, _), _ = batch\n")
     assert "finished after 2 of 2 steps" in call(f"{program}/train.py --accelerator cpu --fast_run", cwd).stdout
 
 
 def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Path, cwd: Path):
-    with_samples(program, "image, target")
-    replaced(program, "data.py", "return len(self.images)", "return 1 if len(self.images) == 200 else len(self.images)")
+    replace(program, "length", "return 1 if len(self.targets) == 200 else len(self.targets)")
     error = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=2).stderr
     assert "1 samples are too few" in error.splitlines()[-1] and "Traceback" not in error
     assert list(cwd.iterdir()) == []
@@ -75,22 +75,21 @@ def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Pa
 # ---- mistakes
 
 
-# Those of the model and those of the data.
-SHAPES = "mat1 and mat2 shapes cannot be multiplied (128x32 and 48x10); the batch is ('torch.float32 (128, 1, 8, 8)', "
+SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (128x32 and 48x10)"
 
 
 @pytest.mark.parametrize(
-    "file, old, new, words, options",
+    "point, text, words, options",
     [
-        ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", SHAPES, ""),
-        ("model.py", "nn.Linear(2 * width", "nn.Linear(3 * width", "RuntimeError: mat1 and mat2 shapes", ON_2),
-        ("data.py", "num_classes, self.shift = images", "classes, self.shift = images", "attribute 'num_classes'", ""),
-        ("train.py", "len(targets), (logits, targets)", "len(targets), (targets,)", "TypeError: ", ""),
+        ("last layer", "nn.Linear(3 * width", SHAPES, ""),
+        ("last layer", "nn.Linear(3 * width", SHAPES.partition(" (")[0], ON_2),
+        ("num_classes", "self.classes = num_classes", "attribute 'num_classes'", ""),
+        ("outputs", "(targets,)\n", "TypeError: ", ""),
     ],
-)  # fmt: skip
-def test_a_mistake_leaves_nothing_behind(file, old, new, words, options, program: Path, cwd: Path):
+)
+def test_a_mistake_leaves_nothing_behind(point, text, words, options, program: Path, cwd: Path):
     """The first validation finds it, before the run directory is made: there is no run to be resumed."""
-    replaced(program, file, old, new)
+    replace(program, point, text)
     command = f"{program}/train.py {SMALL} --num_sanity_val_steps 0 {options}"
     if options:  # the first process to fail tells it; the other may be killed, and Fabric have the last word
         process = start(command, cwd)
@@ -105,6 +104,78 @@ def test_a_mistake_leaves_nothing_behind(file, old, new, words, options, program
     assert list(cwd.iterdir()) == []
 
 
+FAILS_BACKWARD = """
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ZeroDivisionError("in the backward pass")
+
+
+"""
+
+
+@pytest.fixture
+def fails_backward(program: Path) -> Path:
+    """A program whose loss has a mistake that shows in the backward pass."""
+    insert_before(program, "functions", FAILS_BACKWARD)
+    return replace(program, "values", '{"loss": FailsBackward.apply(F.cross_entropy(logits, targets))}')
+
+
+NO_VALIDATION = "--limit_val_batches 0 --monitor train/loss"
+
+
+@pytest.mark.parametrize("options", ["", NO_VALIDATION, "--micro_batch_size 16"])
+def test_a_backward_pass_mistake_leaves_nothing_behind(options: str, fails_backward: Path, cwd: Path):
+    """The first step makes the run directory after its backward passes."""
+    error = call(f"{fails_backward}/train.py {SMALL} {options}", cwd, code=1).stderr
+    assert error.splitlines()[-1] == "train.py: error: ZeroDivisionError: in the backward pass"
+    assert list(cwd.iterdir()) == []
+
+
+def test_a_backward_pass_mistake_changes_nothing_of_a_run_that_is_resumed(fails_backward: Path, cwd: Path):
+    call(f"train.py {SMALL} --epochs 1", cwd)
+    before = without_locks(cwd)
+    error = call(f"{fails_backward}/train.py --resume auto --epochs 2", cwd, code=1).stderr
+    assert "ZeroDivisionError: in the backward pass" in error.splitlines()[-1]
+    assert without_locks(cwd) == before
+
+
+LOSS = "F.cross_entropy(logits, targets)"
+
+
+@pytest.mark.parametrize("options", ["", NO_VALIDATION])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (LOSS, "must return, first, a dict of means with one named `loss`"),
+        (f'{{"nll": {LOSS}}}', "must return, first, a dict of means with one named `loss`"),
+        (f'{{"loss": {LOSS}, "each": logits[:4]}}', "`each` has the shape (4, 10): return its mean"),
+        (f'{{"loss": {LOSS}, "name": "text"}}', "`name` is a str, not a number or a tensor of one"),
+        (f'{{"loss": {LOSS}.detach()}}', "`loss` has no gradient: was it detached, or is the whole model frozen?"),
+        (f'{{"loss": {LOSS}.item()}}', "`loss` has no gradient: was it detached, or is the whole model frozen?"),
+        (f'{{"loss": {LOSS} / 0}}', "`loss` is inf in the first step"),
+    ],
+)
+def test_what_compute_loss_must_return_is_told_in_one_line(
+    values: str, words: str, options: str, program: Path, cwd: Path
+):
+    replace(program, "values", values)
+    error = call(f"{program}/train.py {SMALL} {options}", cwd, code=1).stderr
+    assert error == f"train.py: error: compute_loss: {words}\n"
+    assert list(cwd.iterdir()) == []
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_of_them_in_one_line(program: Path, cwd: Path):
+    replace(program, "values", f'{{"loss": {LOSS} / (0 if __import__("os").environ.get("LOCAL_RANK") == "1" else 1)}}')
+    error = run(f"{program}/train.py {SMALL} {ON_2} {NO_VALIDATION}", cwd, code=1).stderr
+    assert error == "train.py: error: compute_loss: `loss` is inf in the first step\n"
+    assert list(cwd.iterdir()) == []
+
+
 # ---- loss and monitor
 
 
@@ -112,7 +183,7 @@ def test_a_second_loss_is_logged_shown_and_can_be_monitored(program: Path, cwd: 
     """And a value that is not finite is never the best, though the best of the checkpoints has to begin somewhere."""
     loss = "F.cross_entropy(logits, targets)"
     margin = f'"loss": {loss}, "margin": (2.1 - {loss}).sqrt()'  # not a number before the loss is below 2.1
-    replaced(program, "train.py", f'"loss": {loss}', margin)
+    replace(program, "values", f"{{{margin}}}")
     options = "--limit_train_batches 8 --width 16 --monitor val/margin --monitor_mode max"
     done = call(f"{program}/train.py {SMALL} {options}", cwd)
     folder = run_dir(cwd)
@@ -129,10 +200,9 @@ def test_a_second_loss_is_logged_shown_and_can_be_monitored(program: Path, cwd: 
 
 def test_a_metric_of_several_values_is_in_the_report_and_not_in_the_table(program: Path, cwd: Path):
     """A tensor of them, or a tuple of tensors."""
-    old = 'MetricCollection({"accuracy": accuracy}'
     each = "MulticlassAccuracy(dataset.num_classes, average=None, validate_args=False)"
     curve = '__import__("torchmetrics").classification.MulticlassROC(dataset.num_classes, thresholds=5)'
-    replaced(program, "train.py", old, f'MetricCollection({{"accuracy": accuracy, "each": {each}, "curve": {curve}}}')
+    replace(program, "metrics", f'{{"accuracy": accuracy, "each": {each}, "curve": {curve}}}')
     done = call(f"{program}/train.py {SMALL}", cwd)
     assert "val/accuracy" in done.stdout and "each" not in done.stdout and "curve" not in done.stdout
     call(f"{program}/test.py --out_dir train_out --accelerator cpu", cwd)
@@ -147,21 +217,41 @@ class OfARank(__import__("torchmetrics").MeanMetric):
         super().update(-logits.std() if __import__("os").environ.get("LOCAL_RANK") == "1" else logits.std())
 
 
-def build_metrics("""
+"""
 
 
 def test_a_metric_that_each_rank_has_for_itself_is_the_mean_of_the_ranks(program: Path, cwd: Path):
     """All must find the same best: else one would save, and wait for the others."""
-    replaced(program, "train.py", "def build_metrics(", OF_A_RANK)
-    replaced(program, "train.py", '{"accuracy": accuracy}', '{"accuracy": OfARank(sync_on_compute=False)}')
+    insert_before(program, "build_metrics", OF_A_RANK)
+    replace(program, "metrics", '{"accuracy": OfARank(sync_on_compute=False)}')
     run(f"{program}/train.py {SMALL} {ON_2} --checkpoint_interval 100 --timeout 60", cwd)
 
 
+SEVEN = """
+class Seven(__import__("torchmetrics").MeanMetric):
+    def update(self, logits, targets):
+        super().update(7)
+
+
+"""
+
+
+@pytest.mark.parametrize("devices", ["", ON_2])
+def test_a_metric_wins_over_a_value_of_compute_loss_of_the_same_name(devices: str, program: Path, cwd: Path):
+    """In validation and test.py; in training there are no metrics."""
+    insert_before(program, "build_metrics", SEVEN)
+    replace(program, "metrics", '{"accuracy": accuracy, "loss": Seven()}')
+    how = run if devices else call
+    how(f"{program}/train.py {SMALL} --epochs 1 {devices}", cwd)
+    (row,) = history(cwd)
+    assert float(row["val/loss"]) == 7 and float(row["train/loss"]) < 3
+    how(f"{program}/test.py --accelerator cpu {devices}", cwd)
+    assert json.loads((run_dir(cwd) / "test_test_best.json").read_text())["loss"] == 7
+
+
 def test_an_option_with_a_list(program: Path, cwd: Path):
-    option = "    layers: list[int] = field(default_factory=lambda: [64, 64])  # Widths"
-    replaced(program, "config.py", '    dataset: Literal["digits"]', f'{option}\n    dataset: Literal["digits"]')
+    insert_before(program, "options", "layers: list[int] = field(default_factory=lambda: [64, 64])  # Widths")
     call(f"{program}/train.py {SMALL} --epochs 1 --layers 8 4", cwd)
     call(f"{program}/test.py --accelerator cpu", cwd)
-    assert (
-        "--layers [3] instead of [8, 4]" in call(f"{program}/train.py --resume auto --epochs 2 --layers 3", cwd).stdout
-    )
+    resumed = call(f"{program}/train.py --resume auto --epochs 2 --layers 3", cwd)
+    assert "--layers [3] instead of [8, 4]" in resumed.stdout

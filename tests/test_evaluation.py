@@ -1,33 +1,32 @@
 """test.py counts each sample once and says the same on any number of processes."""
 
-import ast
-import csv
 import json
 import re
 import shlex
 import shutil
-import time
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ON_2, REPO, SMALL, call, replaced, run, run_dir
+from conftest import ON_2, SMALL, call, run, run_dir
+from edits import insert_before, replace
 from lightning.fabric import Fabric
+from torchmetrics import MetricCollection
 
-from config import TrainConfig
+import test
+from config import ConfigError, TrainConfig
 from model import Model
 from rundir import RunDir
-from test import write_predictions
 
 COUNTS = {"train": 1217, "val": 200, "test": 380}
 
 
 def evaluate(folder: Path, options: str = "", script: str = "test.py", name: str | None = None) -> dict:
-    """Runs test.py; returns its report, with the rows of predictions.csv where they were asked for."""
-    for old in folder.glob("test_*.json"):
+    """Runs test.py; returns its report, with the tensors of predictions_*.pt where they were asked for."""
+    for old in (*folder.glob("test_*.json"), *folder.glob("predictions_*.pt")):
         old.unlink()
     how = call if "--devices" not in options else run
     done = how(f"{script} --out_dir {name or folder.name} --accelerator cpu {options}", folder.parent)
@@ -36,10 +35,12 @@ def evaluate(folder: Path, options: str = "", script: str = "test.py", name: str
     assert path.name == f"test_{report['split']}_{Path(report['checkpoint']).stem}.json"
     assert f"results {folder.name}/{path.name}" in done.stdout
     assert f"{report['checkpoint']} on {report['num_samples']} {report['split']} samples" in done.stdout
-    assert f"accuracy {report['accuracy']:.5g}" in done.stdout
-    if "--predictions" in options:
-        with open(folder / f"predictions_{path.stem[5:]}.csv", newline="") as file:
-            report["rows"] = list(csv.DictReader(file))
+    assert f"loss {report['loss']:.5g}\n" in done.stdout
+    files = [path.with_name(f"predictions_{path.stem[5:]}.pt")] if "--predictions" in options else []
+    assert [*folder.glob("predictions_*")] == files
+    for file in files:
+        assert f"predictions {folder.name}/{file.name}" in done.stdout
+        report["predictions"] = torch.load(file, weights_only=True)
     return report
 
 
@@ -66,8 +67,8 @@ def predict(weights: dict, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=["", "--devices 3"])
 def last(request, finished: Path) -> dict:
-    """The last checkpoint, whose weights are those of model.pt, on the test set, with 1 or 3 processes."""
-    return evaluate(finished, f"--checkpoint last --predictions {request.param}")
+    """The last checkpoint, with the weights of model.pt, on the test set, on 1 or 3 processes: several batches each."""
+    return evaluate(finished, f"--checkpoint last --predictions --batch_size 50 {request.param}")
 
 
 @pytest.fixture(scope="module")
@@ -85,69 +86,14 @@ def test_report(last: dict, finished: Path, expected: tuple):
     assert (last["split"], last["num_samples"]) == ("test", COUNTS["test"])
     assert last["accuracy"] == pytest.approx((predictions == targets).double().mean().item(), rel=1e-6)
     assert last["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-5)
-    pairs = list(zip(targets.tolist(), predictions.tolist(), strict=True))
-    assert last["confusion_matrix"] == [[pairs.count((i, j)) for j in range(10)] for i in range(10)]
     assert 0.1 < last["accuracy"] < 1  # else the tests here would not see much
 
 
 def test_predictions_in_the_order_of_the_dataset(last: dict, expected: tuple):
-    logits, targets = expected
-    rows = last["rows"]
-    assert list(rows[0]) == ["sample", "target", "prediction", "confidence"]
-    assert [int(row["sample"]) for row in rows] == list(range(COUNTS["test"]))
-    assert [int(row["target"]) for row in rows] == targets.tolist()
-    assert [int(row["prediction"]) for row in rows] == logits.argmax(dim=1).tolist()
-    confidences = logits.softmax(dim=1).amax(dim=1).tolist()
-    assert [float(row["confidence"]) for row in rows] == pytest.approx(confidences, abs=1e-5)
-
-
-@pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
-def test_confusion_matrix_is_a_png(last: dict, finished: Path):
-    content = (finished / f"confusion_matrix_test_{Path(last['checkpoint']).stem}.png").read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
-
-
-@pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
-def test_a_confusion_matrix_of_256_classes_is_drawn_in_3_seconds(tmp_path: Path):
-    rows = [[sample, sample, (sample + 1) % 256, 0.5] for sample in reversed(range(256))]
-    began = time.process_time()
-    write_predictions(rows, {"confusion_matrix": torch.eye(256, dtype=torch.int64)}, "test_best", tmp_path)
-    assert time.process_time() - began < 3
-    assert (tmp_path / "confusion_matrix_test_best.png").is_file()
-    assert (tmp_path / "predictions_test_best.csv").read_text().splitlines()[256] == "255,255,0,0.5"
-
-
-@pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
-@pytest.mark.parametrize("num_classes", [2, 10, 100, 1000])
-def test_a_confusion_matrix_can_be_read(num_classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It says what it is of, no labels overlap or are cut, and numbers are where they fit."""
-    from matplotlib.figure import Figure
-
-    figures, confusion = [], 9000 * torch.eye(num_classes, dtype=torch.int64)
-    confusion[0, 1], confusion[1] = 1000, 0
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    folder = tmp_path / "20261121-093000-train_out"
-    folder.mkdir()
-    write_predictions([], {"confusion_matrix": confusion}, "test_best", folder)
-    (figure,) = figures
-    axes, bar = figure.axes
-    assert axes.get_title().split() == [folder.name, "test_best"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Predicted class", "True class")
-    assert bar.get_ylabel() == "Share of the true class"
-    figure.draw_without_rendering()
-    for axis, first, last in ((axes.xaxis, "x0", "x1"), (axes.yaxis, "y0", "y1")):
-        labels = [label for label in axis.get_ticklabels() if label.get_text()]
-        boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: getattr(box, first))
-        assert len(boxes) >= min(num_classes, 20)
-        for one, other in zip(boxes, boxes[1:], strict=False):
-            assert getattr(one, last) < getattr(other, first)
-    for text in (axes.title, axes.xaxis.label, axes.yaxis.label, bar.yaxis.label):
-        box = text.get_window_extent()
-        assert min(box.x0, box.y0) >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
-    numbers = {text.get_position()[::-1]: float(text.get_text()) for text in axes.texts}
-    assert len(numbers) == (num_classes**2 if num_classes <= 16 else 0)
-    assert not numbers or (numbers[0, 0], numbers[0, 1], numbers[1, 1]) == (0.9, 0.1, 0.0)
-    assert axes.images[0].get_array()[0, :2].tolist() == pytest.approx([0.9, 0.1])
+    """What compute_loss gives to the metrics, for each sample."""
+    logits, targets = last["predictions"]
+    assert torch.equal(targets, expected[1])
+    torch.testing.assert_close(logits, expected[0], atol=1e-5, rtol=0)
 
 
 def test_a_checkpoint_of_the_run_by_its_name(finished: Path):
@@ -160,7 +106,8 @@ def test_predictions_that_are_not_finite_keep_their_rows(finished: Path, tmp_pat
     weights = torch.load(finished / "model.pt", weights_only=True)
     next(iter(weights.values())).fill_(torch.nan)
     torch.save(weights, tmp_path / "nan.pt")
-    assert len(evaluate(finished, f"--checkpoint {tmp_path}/nan.pt --predictions")["rows"]) == COUNTS["test"]
+    logits, targets = evaluate(finished, f"--checkpoint {tmp_path}/nan.pt --predictions")["predictions"]
+    assert len(targets) == COUNTS["test"] and logits.shape == (COUNTS["test"], 10) and logits.isnan().all()
 
 
 def test_other_batch_size_and_precision(finished: Path, expected: tuple):
@@ -170,8 +117,8 @@ def test_other_batch_size_and_precision(finished: Path, expected: tuple):
     assert (Path(report["checkpoint"]).name, report["num_samples"]) == ("model.pt", COUNTS["test"])
     assert report["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=0.01)
     first, second = logits.softmax(dim=1).topk(2).values.T
-    for row, prediction, margin in zip(report["rows"], logits.argmax(dim=1).tolist(), first - second, strict=True):
-        assert int(row["prediction"]) == prediction or margin < 0.02
+    is_same = report["predictions"][0].argmax(dim=1) == logits.argmax(dim=1)
+    assert (is_same | (first - second < 0.02)).all()
 
 
 # ---- checkpoints, splits, names
@@ -195,6 +142,78 @@ def test_checkpoint_file_on_the_training_set(finished: Path):
     assert report["accuracy"] == pytest.approx((logits.argmax(dim=1) == targets).double().mean().item(), rel=1e-6)
 
 
+# ---- predictions of other tasks
+
+
+def test_predictions_of_a_task_with_a_target_for_each_pixel(tmp_path: Path):
+    pixels = "(logits.unsqueeze(-1).expand(-1, -1, 6), targets.unsqueeze(-1).expand(-1, 6))"
+    program = replace(tmp_path / "program", "outputs", f"{pixels}\n")
+    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
+    report = evaluate(run_dir(tmp_path), "--predictions", f"{program}/test.py")
+    logits, targets = report["predictions"]
+    assert (logits.shape, targets.shape) == ((COUNTS["test"], 10, 6), (COUNTS["test"], 6))
+    assert torch.equal(targets[:, 5], digits()["test"][1])
+    assert report["accuracy"] == pytest.approx((logits.argmax(dim=1) == targets).double().mean().item(), rel=1e-6)
+
+
+def test_predictions_of_a_regression(tmp_path: Path):
+    """A number and its target for each sample; the metric knows no classes."""
+    program = replace(tmp_path / "program", "logits", "logits = model(images)[:, 0]\n    targets = targets.float()")
+    replace(program, "values", '{"loss": F.mse_loss(logits, targets)}')
+    replace(program, "metrics", '{"error": __import__("torchmetrics").MeanAbsoluteError()}')
+    call(f"{program}/train.py {SMALL} --epochs 1 --monitor val/error", tmp_path)
+    report = evaluate(run_dir(tmp_path), f"--predictions {ON_2}", f"{program}/test.py")
+    outputs, targets = report["predictions"]
+    assert torch.equal(targets, digits()["test"][1].float())
+    assert report["error"] == pytest.approx((outputs - targets).abs().mean().item(), rel=1e-6)
+    assert report["loss"] == pytest.approx((outputs - targets).square().mean().item(), rel=1e-6)
+
+
+HUGE = "logits, targets, logits.new_zeros(()).expand(len(logits), 10**12)"
+TOO_LARGE = r"would take 1.52e\+06 GB; .* GB fit into memory, and .* GB on the disk"
+NO_ROWS = "must give the metrics tensors with a row per sample"
+
+
+@pytest.mark.parametrize(
+    "outputs, words, devices",
+    [
+        (HUGE, TOO_LARGE, ""),
+        (HUGE, TOO_LARGE, ON_2),
+        ("logits, targets[:-1]", NO_ROWS, ""),
+        ("logits.mean(), targets", NO_ROWS, ""),
+        ("logits, targets.tolist()", NO_ROWS, ""),
+        ("", NO_ROWS, ""),
+    ],
+)
+def test_predictions_that_cannot_be_kept_are_refused_in_one_line(
+    outputs: str, words: str, devices: str, finished: Path, tmp_path: Path
+):
+    """After the first batch, before much time is spent."""
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    before = set(folder.rglob("*"))
+    program = replace(tmp_path / "program", "outputs", f"({outputs})\n")
+    how = run if devices else call
+    error = how(f"{program}/test.py --accelerator cpu --predictions {devices}", tmp_path, code=2).stderr
+    (line,) = [line for line in error.splitlines() if "error" in line]
+    assert re.match(f"test.py: error: --predictions: .*{words}", line) and "Traceback" not in error
+    assert set(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("memory, disk, fits", [(400, 200, True), (399, 200, False), (400, 199, False)])
+def test_predictions_need_their_size_on_the_disk_and_twice_in_memory(memory, disk, fits, monkeypatch, tmp_path: Path):
+    """In memory first in batches, then together. Here 10 samples have 20 bytes each, of which the first batch has 3."""
+    monkeypatch.setattr(test, "available_memory", lambda: memory)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=disk))
+    kept = test.KeepOutputs(MetricCollection({}), 10, tmp_path)
+    batch = (torch.zeros(3, 4), torch.zeros(3))
+    if fits:
+        kept.update(*batch)
+        assert [len(output) for output in kept.batches[0]] == [3, 3]
+    else:
+        with pytest.raises(ConfigError, match="--predictions: would take 2e-07 GB"):
+            kept.update(*batch)
+
+
 # ---- a user's own dataset, from end to end
 
 OWN = '''
@@ -215,30 +234,20 @@ class Digits(Dataset):
         return {"image": self.images[index][None].astype(np.float32) / 16, "digit": self.targets[index], "index": index}
 
 
-def build_datasets(name, data_dir, augment=True):
+def build_datasets(config, augment=True):
     return {"train": Digits(0, 1000), "val": Digits(1000, 1100), "test": Digits(1100, 1203)}
-'''
+
+
+def datasets_of_the_template('''
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
     """A copy of the template with another dataset, as its user would make it."""
     folder = tmp_path_factory.mktemp("own")
-    for path in REPO.glob("*.py"):
-        shutil.copy(path, folder)
-    source = (folder / "data.py").read_text()
-    (function,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "build_datasets"]
-    lines = source.splitlines()
-    lines[function.lineno - 1 : function.end_lineno] = OWN.strip().splitlines()
-    (folder / "data.py").write_text("\n".join(lines) + "\n")
-    source = (folder / "train.py").read_text()
-    for old, new in (
-        ("image, _ = dataset[0]", 'image = dataset[0]["image"]'),
-        ("images, targets = batch\n", 'images, targets = batch["image"], batch["digit"]\n'),
-    ):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (folder / "train.py").write_text(source)
+    replace(folder, "build_datasets", OWN.strip())
+    replace(folder, "image shape", 'image = dataset[0]["image"]')
+    insert_before(folder, "batch", 'batch = batch["image"], batch["digit"]')
     return folder
 
 
@@ -246,13 +255,14 @@ def test_own_dataset_of_dicts(own: Path):
     """Evaluated on one process and on two: the same comes out."""
     call(f"{own}/train.py {SMALL}", own)
     one, two = (
-        evaluate(run_dir(own), f"--predictions --num_workers 1 {devices}", f"{own}/test.py") for devices in ("", ON_2)
+        evaluate(run_dir(own), f"--predictions --batch_size 20 --num_workers 1 {devices}", f"{own}/test.py")
+        for devices in ("", ON_2)
     )
-    assert one["num_samples"] == len(one["rows"]) == 103
-    assert [row["prediction"] for row in one["rows"]] == [row["prediction"] for row in two["rows"]]
-    confidences = [[float(row["confidence"]) for row in report["rows"]] for report in (one, two)]
-    assert np.allclose(*confidences, atol=1e-6)
-    assert one["confusion_matrix"] == two["confusion_matrix"]
+    assert one["num_samples"] == 103
+    for ours, theirs in zip(one["predictions"], two["predictions"], strict=True):
+        assert len(ours) == 103
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert one["accuracy"] == two["accuracy"]
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
 
 
@@ -265,16 +275,6 @@ def test_fewer_samples_than_processes_are_refused_in_one_line(own: Path):
         assert line.startswith(f"test.py: error: --devices {devices}: ") and "1 samples are too few" in line
 
 
-def test_targets_that_the_metrics_ignore_are_in_no_table(tmp_path: Path):
-    program = replaced(
-        tmp_path / "program", "data.py", "    train, val, test =", "    targets[::7] = -100\n    train, val, test ="
-    )
-    replaced(program, "train.py", 'average="micro"', 'average="micro", ignore_index=-100')
-    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
-    report = evaluate(run_dir(tmp_path), script=f"{program}/test.py")
-    assert COUNTS["test"] * 0.7 < sum(map(sum, report["confusion_matrix"])) < COUNTS["test"]
-
-
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(finished: Path, tmp_path: Path):
     call(f"train.py {SMALL} --epochs 1 --width 3", tmp_path)
     other = run_dir(tmp_path) / "checkpoints" / "best.ckpt"
@@ -282,21 +282,19 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(finished: Path, tm
     assert error.startswith(f"test.py: error: --checkpoint {other}: ") and error.count("\n") == 1
 
 
+def test_the_default_checkpoint_is_named_where_the_model_has_changed_since(finished: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("width: 4", "width: 5"))
+    error = call("test.py --accelerator cpu", tmp_path, code=2).stderr
+    assert error.startswith("test.py: error: --checkpoint best: ") and error.count("\n") == 1
+
+
 def test_a_run_is_evaluated_from_inside(finished: Path, tmp_path: Path):
     cwd = shutil.copytree(finished, tmp_path / finished.name)
     assert "--out_dir ." in call("train.py --resume . --epochs 11 --early_stopping_patience 1", cwd).stdout
     call("test.py --accelerator cpu --out_dir .", cwd)
     assert (cwd / "test_test_best.json").exists()
-
-
-def test_predictions_of_other_than_samples_are_refused_in_one_line(tmp_path: Path):
-    """As those of a segmentation, which has a target for each pixel."""
-    pixels = "(logits.unsqueeze(-1), targets.unsqueeze(-1))"
-    program = replaced(tmp_path / "program", "train.py", "(logits, targets)\n", f"{pixels}\n")
-    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
-    evaluate(run_dir(tmp_path), script=f"{program}/test.py")
-    error = call(f"{program}/test.py --accelerator cpu --predictions", tmp_path, code=2).stderr
-    assert error.count("\n") == 1 and "--predictions: needs logits (samples, classes)" in error
 
 
 def test_evaluations_of_other_splits_and_checkpoints_stay(finished: Path, tmp_path: Path):
@@ -308,7 +306,7 @@ def test_evaluations_of_other_splits_and_checkpoints_stay(finished: Path, tmp_pa
         report = json.loads((folder / f"test_{stem}.json").read_text())
         saved = torch.load(tmp_path / report["checkpoint"], weights_only=True)
         assert (report["step"], report["precision"]) == (saved["step"], precision)
-        assert (folder / f"predictions_{stem}.csv").is_file()
+        assert (folder / f"predictions_{stem}.pt").is_file()
 
 
 @pytest.mark.parametrize("options", ["--checkpoint_frequency None", "--limit_val_batches 0 --monitor train/loss"])
@@ -321,5 +319,7 @@ def test_the_next_command_can_be_pasted(options: str, tmp_path: Path):
     assert ("--checkpoint last" in told) == ("None" in options)
     call(f"test.py {told} --accelerator cpu", root)
     config = TrainConfig(accelerator="cpu", resume=str(run_dir(root)))
-    run_directory = RunDir(Fabric(accelerator="cpu", devices=1), config, {"step": 0}, ExitStack())
+    with ExitStack() as resources:
+        run_directory = RunDir(Fabric(accelerator="cpu", devices=1), config, {"step": 0}, resources)
+        run_directory.restore()
     assert shlex.split(run_directory.next_command(False)) == ["python", "train.py", "--resume", str(run_dir(root))]

@@ -27,12 +27,12 @@ from conftest import (
     copied,
     interrupt,
     last_summary,
-    replaced,
     run,
     run_dir,
     start,
     wait_for,
 )
+from edits import insert_after, insert_before
 
 # ---- a kill before a change of a file
 
@@ -180,44 +180,36 @@ def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
 
 def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_path):
     """Also where a data worker met it: the worker has not died."""
-    line = "index = torch.as_tensor(indices)\n"
-    mistake = '        if self.shift and 7 in index:\n            raise ValueError("bad 7")\n'
-    program = replaced(tmp_path / "program", "data.py", line, line + mistake)
+    mistake = 'if self.shift and 7 in index:\n    raise ValueError("bad 7")'
+    program = insert_after(tmp_path / "program", "fetch", mistake)
     error = call(f"{program}/train.py {SMALL} --limit_train_batches None --num_workers 1", tmp_path, code=1).stderr
     assert 'data.py", line' in error and "Traceback" in error
     assert error.splitlines()[-1].startswith("train.py: error: ValueError: bad 7")
     assert "data worker" not in error.splitlines()[-1]
 
 
+IN_AN_EXCEPTION = """
+try:
+    open("cache.pt")
+except FileNotFoundError:
+    images.shapes
+"""
+
+
 @pytest.mark.parametrize(
-    "name, line, mistake, told",
+    "point, mistake, name, told",
     [
-        ("data.py", "    from sklearn", '    {}["images"]\n    from sklearn', "KeyError: 'images'"),
-        (
-            "data.py",
-            "    from sklearn",
-            "    torch.ones(4).view(3)\n    from sklearn",
-            "RuntimeError: shape '[3]' is invalid",
-        ),
-        (
-            "data.py",
-            "        index = torch",
-            "        raise OSError('no image')\n        index = torch",
-            "OSError: no image",
-        ),
-        ("model.py", "self.layers(images)", "self.skip_connection(images)", "AttributeError: 'Model' object has no"),
-        (
-            "model.py",
-            "        return self.layers(images)",
-            "        try:\n            open('cache.pt')\n        except FileNotFoundError:\n            images.shapes",
-            "AttributeError: 'Tensor' object has no attribute 'shapes'",
-        ),
+        ("digits", '{}["images"]', "data.py", "KeyError: 'images'"),
+        ("digits", "torch.ones(4).view(3)", "data.py", "RuntimeError: shape '[3]' is invalid"),
+        ("fetch", "raise OSError('no image')", "data.py", "OSError: no image"),
+        ("forward", "self.skip_connection(images)", "model.py", "AttributeError: 'Model' object has no"),
+        ("forward", IN_AN_EXCEPTION, "model.py", "AttributeError: 'Tensor' object has no attribute 'shapes'"),
     ],
 )
-def test_a_mistake_in_the_code_is_taken_for_nothing_else(name: str, line: str, mistake: str, told: str, tmp_path):
+def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: str, name: str, told: str, tmp_path):
     """Neither for a wrong --data_dir, nor for a fault of the system or the missing file that it had dealt with, nor for
     the death of another process."""
-    program = replaced(tmp_path / "program", name, line, mistake)
+    program = insert_before(tmp_path / "program", point, mistake)
     error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
     assert f'{name}", line' in error and f"train.py: error: {told}" in error.splitlines()[-1]
 
@@ -229,10 +221,14 @@ def test_data_workers_that_cannot_all_be_started_end_the_run(tmp_path):
     assert process.returncode == 1 and "Too many open files" in error.splitlines()[-1]
 
 
+def test_data_workers_end_in_order_also_without_a_validation(tmp_path):
+    """A loader without batches must not take those of another for its own."""
+    done = run(f"train.py {SMALL} --num_workers 2 --limit_val_batches 0 --monitor train/loss", tmp_path)
+    assert "finished after 20 of 20 steps" in done.stdout and "error" not in done.stderr
+
+
 def test_a_run_is_finished_once_its_weights_are_written(tmp_path):
-    program = replaced(
-        tmp_path / "program", "rundir.py", "torch.save(load(", "raise OSError('no room')\n                (load("
-    )
+    program = insert_before(tmp_path / "program", "final weights", "raise OSError('no room')")
     call(f"{program}/train.py {SMALL} --epochs 1", tmp_path, code=1)
     assert last_summary(tmp_path)["state"] == "failed"
     call("train.py --resume auto", tmp_path)
@@ -240,8 +236,7 @@ def test_a_run_is_finished_once_its_weights_are_written(tmp_path):
 
 
 def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
-    unused = "self.unused = nn.Linear(2, 2)\n        self.layers = nn.Sequential("
-    program = replaced(tmp_path / "program", "model.py", "self.layers = nn.Sequential(", unused)
+    program = insert_before(tmp_path / "program", "layers", "self.unused = nn.Linear(2, 2)")
     error = run(f"{program}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr
     assert "give --strategy ddp_find_unused_parameters_true" in error.splitlines()[-1] and "Traceback" not in error
     run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
@@ -249,7 +244,7 @@ def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
 
 def test_out_of_memory_names_a_smaller_micro_batch_size(tmp_path):
     process = start("train.py --accelerator cpu --effective_batch_size 1200 --width 512", tmp_path)
-    wait_for(lambda: process.poll() is not None or list(tmp_path.glob("2*/config.yaml")))
+    assert any("steps = " in line for line in process.stdout)  # the last line before the first step
     size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.prlimit(process.pid, resource.RLIMIT_AS, (size + 2**28, size + 2**28))
     _, error = process.communicate(timeout=300)
@@ -260,14 +255,17 @@ def test_out_of_memory_names_a_smaller_micro_batch_size(tmp_path):
 # ---- signals
 
 
+SLEEPS = """
+if step == 30:
+    import pathlib, time
+
+    pathlib.Path("slow").touch()
+    time.sleep(1000)
+"""
+
+
 def test_a_second_signal_of_any_kind_ends_at_once(tmp_path):
-    repo = replaced(
-        tmp_path / "repo",
-        "train.py",
-        'state["step"] = step\n',
-        'state["step"] = step\n        if step == 30:\n            import pathlib, time\n'
-        '            pathlib.Path("slow").touch()\n            time.sleep(1000)\n',
-    )
+    repo = insert_after(tmp_path / "repo", "step is done", SLEEPS)
     process = start(f"{repo}/{SLOW}", tmp_path)
     wait_for(lambda: process.poll() is not None or (tmp_path / "slow").exists())
     process.terminate()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, clean_environment, newest, replaced, run_dir, wait_for
+from conftest import REPO, call, clean_environment, newest, run_dir, wait_for
+from edits import copy_programs, replace
 
 PAGE = (REPO / "docs" / "notebooks.md").read_text()
 
@@ -33,9 +34,7 @@ def result(cell: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the programs, to be edited."""
-    for path in REPO.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    return tmp_path
+    return copy_programs(tmp_path)
 
 
 class Kernel:
@@ -92,7 +91,7 @@ open(f"/proc/self/task/{os.getpid()}/children").read(), \\
 """
 FAILS_LATER = """
 rate = train.learning_rate
-train.learning_rate = lambda config, peak, step, *args: peak if step < 30 else 1 / 0
+train.learning_rate = lambda config, plan, step: plan.peak_lr if step < 30 else 1 / 0
 train.main(config)
 """
 BAD_FILE = """
@@ -115,7 +114,7 @@ def test_the_cells_train_after_mistakes_in_the_options_the_notebook_and_a_file(k
     assert "finished after 38 of 38 steps" in kernel.printed
 
     assert kernel(BAD_OPTION) == result(BAD_OPTION) == "ConfigError"
-    assert "--monitor val/f1: choose from train/loss, val/loss, val/accuracy" in kernel.printed
+    assert "--monitor val/f1: choose from train/loss, train/grad_norm, val/loss, val/accuracy" in kernel.printed
 
     assert kernel(BAD_CODE) == result(BAD_CODE) == "NameError"
     kernel("%debug", "p logits.shape", "q")
@@ -223,7 +222,7 @@ def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
 
 
 def test_post_mortem_of_an_exception(folder: Path):
-    replaced(folder, "train.py", "logits = model(images)", "logits = model(image)")
+    replace(folder, "logits", "logits = model(image)")
     found = debug(POST_MORTEM, folder, "pdb.pm()", "p images.shape", "q", "exit()")
     assert "NameError" in found and "torch.Size([128, 1, 8, 8])" in found
 
@@ -300,7 +299,7 @@ def test_vs_code_stops_at_a_breakpoint(editor, folder: Path):
 
 
 def test_vs_code_stops_at_an_exception(editor, folder: Path):
-    replaced(folder, "train.py", "logits = model(images)", "logits = model(image)")
+    replace(folder, "logits", "logits = model(image)")
     vs_code = editor(setExceptionBreakpoints={"filters": ["userUnhandled"]})
     stopped = vs_code.wait("stopped")
     assert stopped["reason"] == "exception" and "NameError" in stopped.get("text", stopped["description"])

@@ -1,12 +1,12 @@
 """The data sets of recipes/data.md: its patches applied, on small real files."""
 
-import importlib.util
+import importlib
 import json
 import pickle
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from PIL import Image
 from test_recipes import with_recipe
 
 from config import TrainConfig
+from utils import make_plan
 
 pytestmark = pytest.mark.recipes
 NAMES = ["folder", "lines", "mapped", "parquet", "stream"]
@@ -77,21 +78,29 @@ def repo(name: str, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(repo: Path) -> ModuleType:
-    """The edited data.py."""
-    spec = importlib.util.spec_from_file_location(f"{repo.name}_data", repo / "data.py")
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def data(name: str, repo: Path):
+    """The edited data.py, beside which is the file of the data set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(repo)
+        for module in ("data", name):
+            patch.delitem(sys.modules, module, raising=False)
+        yield importlib.import_module("data")
+        for module in ("data", name):
+            sys.modules.pop(module, None)
+
+
+def build(data: ModuleType, name: str, files: Path, augment: bool = True) -> dict:
+    """The data sets of the edited data.py."""
+    return data.build_datasets(SimpleNamespace(dataset=name, data_dir=str(files)), augment)
 
 
 def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Path):
     scale = {"lines": 16, "stream": 16}.get(name, 255)
     for split in ("val", "test"):
-        part = data.build_datasets(name, str(files))[split]
+        part = build(data, name, files)[split]
         order = np.random.default_rng(0).permutation(SIZES[split])
         assert len(part) == SIZES[split] and part.num_classes == 10
-        images, targets = data.MicroBatches(part, 42)[0, order]
+        images, targets = data.SeededBatches(part, 42)[0, order]
         assert images.dtype == torch.float32 and targets.dtype == torch.int64
         expected = torch.from_numpy(np.load(files / f"{split}_images.npy")[order])
         torch.testing.assert_close(images * scale, expected.float())
@@ -101,10 +110,12 @@ def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Pat
 
 def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0) -> list[tuple[list, list]]:
     """The micro-batches of a rank in an epoch of 9 steps of 64 samples, 4 micro-batches each."""
-    train = data.build_datasets(name, str(files))["train"]
+    train = build(data, name, files)["train"]
     train[0]  # as the training process does before it starts workers
-    sampler = data.TrainSampler(len(train), 9, 64, 16, rank, world_size, 42)
-    sampler.epoch, sampler.step = epoch, step
+    config = TrainConfig(effective_batch_size=64, micro_batch_size=16, limit_train_batches=9)
+    plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_micro_batch_size=None)
+    sampler = data.TrainSampler(plan, rank, seed=42)
+    sampler.epoch, sampler.step_in_epoch = epoch, step
     with ExitStack() as resources:
         fabric = Fabric(accelerator="cpu", devices=1)
         loader = data.Loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
@@ -125,9 +136,7 @@ def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(na
 
 
 def test_augmentation_follows_the_number_of_the_micro_batch(name: str, data, files: Path):
-    batches, plain = (
-        data.MicroBatches(data.build_datasets(name, str(files), augment)["train"], 42) for augment in (True, False)
-    )
+    batches, plain = (data.SeededBatches(build(data, name, files, augment)["train"], 42) for augment in (True, False))
     first, again, other = (batches[number, np.arange(64)][0] for number in (0, 0, 1))
     assert torch.equal(first, again)
     assert torch.equal(plain[0, np.arange(64)][0], plain[1, np.arange(64)][0])
@@ -139,11 +148,11 @@ def test_augmentation_follows_the_number_of_the_micro_batch(name: str, data, fil
 
 def test_a_worker_that_is_not_forked_gets_no_data(name: str, data, files: Path):
     """It gets the dataset pickled: after a first sample was taken, and without its arrays."""
-    train = data.build_datasets(name, str(files))["train"]
+    train = build(data, name, files)["train"]
     train[0]
     pickled = pickle.dumps(train)
     assert len(pickled) < 10_000 or name == "folder"  # 38,400 bytes are the images; a folder sends its file names
-    ours, theirs = (data.MicroBatches(dataset, 42)[1, np.arange(5, 9)] for dataset in (train, pickle.loads(pickled)))
+    ours, theirs = (data.SeededBatches(dataset, 42)[1, np.arange(5, 9)] for dataset in (train, pickle.loads(pickled)))
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 

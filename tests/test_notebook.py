@@ -115,7 +115,7 @@ def test_another_process_can_resume_the_run_that_has_failed(tmp_path: Path):
     """The lock is not held by the traceback."""
     cells = """
 import train
-train.learning_rate = lambda config, peak, step, *args: peak if step < 6 else 1 / 0
+train.learning_rate = lambda config, plan, step: plan.peak_lr if step < 6 else 1 / 0
 try:
     main(TrainConfig(epochs=2, **SMALL))
 except ZeroDivisionError as error:

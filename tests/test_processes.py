@@ -23,7 +23,6 @@ from conftest import (
     is_running,
     kill_group,
     newest,
-    replaced,
     run,
     run_dir,
     start,
@@ -31,6 +30,7 @@ from conftest import (
     wait_for,
     without_locks,
 )
+from edits import insert_after
 
 # ---- launchers
 
@@ -69,16 +69,17 @@ def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(whole, tmp_path
 
 
 DIES_AT_THE_END = """
-        import os, time
-        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            time.sleep(0.1)
-            if rank == 1 and (run.path / "model.pt").exists():
-                os.kill(os.getpid(), 9)
+import os, time
+
+while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(0.1)
+    if fabric.global_rank == 1 and (run.path / "model.pt").exists():
+        os.kill(os.getpid(), 9)
 """
 
 
 def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trained_twice(tmp_path):
-    repo = replaced(tmp_path / "repo", "train.py", 'run.finish("model")\n', f'run.finish("model")\n{DIES_AT_THE_END}')
+    repo = insert_after(tmp_path / "repo", "run is finished", DIES_AT_THE_END)
     cwd = tmp_path / "run"
     cwd.mkdir()
     command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {repo}/train.py {SMALL} --resume auto"
@@ -132,12 +133,8 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 
 
 def test_an_exception_in_one_rank_is_named_and_ends_the_others(tmp_path):
-    repo = replaced(
-        tmp_path / "repo",
-        "train.py",
-        'state["step"] = step\n',
-        'state["step"] = step\n        if step == 30 and rank == 1:\n            raise ValueError("deliberate")\n',
-    )
+    raises = 'if step == 30 and fabric.global_rank == 1:\n    raise ValueError("deliberate")'
+    repo = insert_after(tmp_path / "repo", "step is done", raises)
     cwd = tmp_path / "run"
     cwd.mkdir()
     process = start(f"{repo}/{SLOW} {ON_2}", cwd)

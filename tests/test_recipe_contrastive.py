@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, call, killed_and_resumed, replaced, run, run_dir, weights
+from conftest import LONG, ON_2, SMALL, call, killed_and_resumed, run, run_dir, weights
+from edits import replace
 from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -19,9 +20,9 @@ def program(tmp_path_factory) -> Path:
 
 
 def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
-    call(f"{program}/train.py --accelerator cpu --epochs 12 --width 16", tmp_path)
+    printed = call(f"{program}/train.py --accelerator cpu --epochs 12 --width 16", tmp_path).stdout
     summary = json.loads((run_dir(tmp_path) / "summary.json").read_text())
-    assert summary["monitor"] == "max val/accuracy" and summary["best"] > 0.93
+    assert "best val/accuracy" in printed and summary["best"] > 0.93
     done = call(f"{program}/test.py --out_dir train_out --accelerator cpu --predictions", tmp_path)
     assert "on 380 test samples" in done.stdout
     results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
@@ -31,7 +32,7 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
 def test_the_labels_do_not_reach_the_encoder(program: Path, tmp_path: Path):
     """With other labels it is the same encoder in every bit, and another probe."""
     other = Path(shutil.copytree(program, tmp_path / "program"))
-    replaced(other, "data.py", "torch.tensor(targets,", "torch.tensor(9 - targets,")
+    replace(other, "target tensor", "torch.tensor(9 - targets,")
     found = []
     for folder in (program, other):
         (cwd := tmp_path / f"of_{folder.name}").mkdir()

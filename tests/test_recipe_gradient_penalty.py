@@ -49,8 +49,8 @@ def test_the_gradient_of_the_penalty_is_that_of_finite_differences(program: Path
     from config import TrainConfig
     from data import build_datasets
 
-    dataset = build_datasets("digits", None)["train"]
     config = TrainConfig(width=4, dropout=0, gradient_penalty=1e4)
+    dataset = build_datasets(config)["train"]
     model = train.build_model(config, dataset).double()
     images, targets = dataset.__getitems__(range(8))
     weight, losses = model.layers[0].weight, []

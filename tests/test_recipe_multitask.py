@@ -11,7 +11,7 @@ from test_evaluation import digits
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
-NAMES = ["loss", "digit_loss", "ink_loss", "ink_mae"]
+NAMES = ["digit_loss", "ink_loss", "loss", "ink_mae"]
 
 
 @pytest.fixture(scope="module")

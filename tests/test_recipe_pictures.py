@@ -1,6 +1,5 @@
 """recipes/pictures.patch: the first training batch in TensorBoard, and the most confident mistakes of a model."""
 
-import csv
 import io
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,9 @@ from PIL import Image
 from test_logging import read_tensorboard
 from test_recipes import imported, with_recipe
 
-from data import MicroBatches, TrainSampler, build_datasets
+from config import TrainConfig
+from data import SeededBatches, TrainSampler, build_datasets
+from utils import make_plan
 
 pytestmark = pytest.mark.recipes
 TENSORBOARD = LONG.replace("--logger_name csv", "--logger_name csv tensorboard")
@@ -61,18 +62,24 @@ def as_bytes(images: torch.Tensor) -> torch.Tensor:
     return ((images - low) / (high - low) * 255).round().byte()[:, 0]
 
 
-def mistakes(cwd: Path) -> list[dict[str, str]]:
-    """The rows of predictions_*.csv that are wrong, the most confident first."""
-    with open(run_dir(cwd) / "predictions_test_best.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["target"] != row["prediction"]]
-    return sorted(rows, key=lambda row: -float(row["confidence"]))
+def mistakes(cwd: Path) -> list[dict]:
+    """The samples that are predicted wrongly, the most confident first."""
+    logits, targets = torch.load(run_dir(cwd) / "predictions_test_best.pt", weights_only=True)
+    rows = []
+    for sample, (scores, target) in enumerate(zip(logits.softmax(dim=1), targets.tolist(), strict=True)):
+        row = {"sample": sample, "target": target, "prediction": scores.argmax().item(), "confidence": scores.max()}
+        if row["target"] != row["prediction"]:
+            rows.append(row)
+    return sorted(rows, key=lambda row: -row["confidence"])
 
 
 def test_the_first_batch_is_what_the_model_got(trained: Path, pictures: ModuleType):
     """64 images as they were augmented, and their classes."""
-    dataset = build_datasets("digits", None)["train"]
-    key = next(iter(TrainSampler(len(dataset), 4, 64, 64, 0, 1, 42)))
-    images, targets = MicroBatches(dataset, 42)[key]
+    config = TrainConfig(limit_train_batches=4)
+    dataset = build_datasets(config)["train"]
+    plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_micro_batch_size=None)
+    key = next(iter(TrainSampler(plan, rank=0, seed=42)))
+    images, targets = SeededBatches(dataset, 42)[key]
     assert not torch.equal(images, dataset.images[torch.tensor(key[1])])  # they are shifted
     page = first_batch(trained)
     assert torch.equal(cells(page, 8, 64, 1), as_bytes(images))
@@ -84,8 +91,9 @@ def test_the_first_batch_is_what_the_model_got(trained: Path, pictures: ModuleTy
 
 
 def test_the_most_confident_mistakes(trained: Path, pictures: ModuleType):
-    rows, path = mistakes(trained)[:25], run_dir(trained) / "wrong_test_best.png"
-    images = build_datasets("digits", None, augment=False)["test"].images[[int(row["sample"]) for row in rows]]
+    rows = mistakes(trained)[:25]
+    path = run_dir(trained) / "wrong_test_best.png"
+    images = build_datasets(TrainConfig(), augment=False)["test"].images[[row["sample"] for row in rows]]
     assert len(rows) == 25
     page = np.asarray(Image.open(path))
     assert torch.equal(cells(page, 5, 25, 2), as_bytes(images))
@@ -106,7 +114,9 @@ def test_images_of_any_shape(shape: tuple[int, int, int], pictures: ModuleType):
 
 
 def test_without_a_mistake_there_is_no_picture(pictures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture):
-    pictures.write_wrong([(0, 1.0, 1.0, 0.9)], build_datasets("digits", None)["test"], tmp_path / "wrong.png")
+    """A target below 0 is none."""
+    predictions = [torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, -100])]
+    pictures.write_wrong(predictions, build_datasets(TrainConfig())["test"], tmp_path / "wrong.png")
     assert capsys.readouterr().out == "no wrong.png: all predictions are right\n"
     assert not any(tmp_path.iterdir())
 

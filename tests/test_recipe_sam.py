@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, call, killed_and_resumed, replaced, run, run_dir, weights
+from conftest import LONG, ON_2, call, killed_and_resumed, run, run_dir, weights
+from edits import insert_after, replace
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -17,11 +18,6 @@ def program(tmp_path_factory) -> Path:
     return with_recipe("sam", tmp_path_factory.mktemp("program"))
 
 
-def changed(folder: Path, old: str, new: str, name: str = "train.py") -> Path:
-    """The program with the recipe, in `folder`, with a text of one of its files replaced."""
-    return replaced(with_recipe("sam", folder), name, old, new)
-
-
 def test_learns_and_is_evaluated(program: Path, tmp_path: Path):
     call(f"{program}/train.py --accelerator cpu --epochs 7", tmp_path)
     done = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path)
@@ -29,12 +25,10 @@ def test_learns_and_is_evaluated(program: Path, tmp_path: Path):
 
 
 def test_steps_along_the_gradient_of_the_perturbed_weights(tmp_path: Path):
-    """Of the loss |w|²/2 the gradient is w, there w + rho w/|w|. With plain SGD, |w| falls by lr (|w| + rho) a step."""
-    loss = '{"loss": sum(p.square().sum() for p in model.parameters()) / 2 + 0 * logits.sum()}'
-    program = changed(tmp_path / "program", '{"loss": F.cross_entropy(logits, targets)}', loss)
-    text = (program / "train.py").read_text()
-    text = re.sub(r"optimizer = torch\.optim\.AdamW.*", "optimizer = torch.optim.SGD(model.parameters())", text)
-    (program / "train.py").write_text(text)
+    """Of the loss |w|²/2 the gradient is w, there w + rho w/|w|. With plain SGD, |w| falls by lr (|w| + rho)."""
+    program = with_recipe("sam", tmp_path / "program")
+    replace(program, "values", '{"loss": sum(p.square().sum() for p in model.parameters()) / 2 + 0 * logits.sum()}')
+    replace(program, "optimizer", "torch.optim.SGD(model.parameters())")
     options = f"--max_steps 3 --checkpoint_interval 1 --base_lr {LR} --lr_schedule constant --warmup_epochs 0"
     options = f"{LONG.partition(' --lr_schedule')[0]} {options} --rho {RHO} --monitor val/loss"
     call(f"{program}/{options}", tmp_path)
@@ -52,9 +46,9 @@ def test_steps_along_the_gradient_of_the_perturbed_weights(tmp_path: Path):
 @pytest.mark.parametrize("devices", ["", ON_2])
 def test_second_pass_sees_the_same_batches_and_dropout(devices: str, tmp_path: Path):
     """Each forward pass of a training step prints its images and a random number."""
-    new = "images, targets = batch\n    if model.training:\n"
-    new += '        print(f"pass {images.sum():.8f} {torch.rand(()):.8f}\\n", end="")'
-    program = changed(tmp_path / "program", "images, targets = batch", new)
+    program = with_recipe("sam", tmp_path / "program")
+    shown = 'print(f"pass {images.sum():.8f} {torch.rand(()):.8f}\\n", end="")'
+    insert_after(program, "batch", f"if model.training:\n    {shown}")
     how = run if devices else call
     done = how(f"{program}/{LONG} --max_steps 2 {devices}", tmp_path)
     passes = re.findall(r"pass (.+)", done.stdout)
@@ -66,7 +60,8 @@ def test_second_pass_sees_the_same_batches_and_dropout(devices: str, tmp_path: P
 
 def test_same_weights_on_other_devices_and_micro_batches(tmp_path: Path):
     """Without dropout and shifts, whose random numbers are those of a micro-batch."""
-    program, found = changed(tmp_path / "program", "shift=1", "shift=0", "data.py"), []
+    program = replace(with_recipe("sam", tmp_path / "program"), "shift", "shift=0")
+    found = []
     for name, options in {"one": "", "whole": "--micro_batch_size 64", "two": ON_2}.items():
         (tmp_path / name).mkdir()
         how = run if options == ON_2 else call

@@ -14,15 +14,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 from conftest import ON_2, REPO, SMALL, call, history, run, run_dir
+from edits import copy_programs, replace
 
 RECIPES = REPO / "recipes"
 
 
 def with_recipe(name: str, folder: Path) -> Path:
     """A copy of the programs in `folder`, with the recipe applied."""
-    folder.mkdir(exist_ok=True)
-    for path in REPO.glob("*.py"):
-        shutil.copy(path, folder)
+    copy_programs(folder)
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
     subprocess.run(["git", "apply", RECIPES / f"{name}.patch"], cwd=folder, env=outside, check=True)
     return folder
@@ -31,7 +30,8 @@ def with_recipe(name: str, folder: Path) -> Path:
 def imported(program: Path, name: str) -> ModuleType:
     """A module of a program that imports no other of it."""
     spec = importlib.util.spec_from_file_location(f"{name}_of_the_recipe", program / f"{name}.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -110,7 +110,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_mnist_file_is_named(damage: str, mnist: ModuleType, tmp_path: Path):
-    write_mnist(tmp_path, zipped=(zipped := damage.endswith(".gz")))
+    zipped = damage.endswith(".gz")
+    write_mnist(tmp_path, zipped=zipped)
     name = f"train-images-idx3-ubyte{'.gz' if zipped else ''}"
     (tmp_path / name).write_bytes(DAMAGE[damage])
     with pytest.raises(OSError, match=f"{name} "):
@@ -137,10 +138,16 @@ def test_profiler_writes_a_trace_of_the_steps(tmp_path: Path):
     assert steps == {"ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"}  # counted from 0
 
 
+@pytest.mark.parametrize("max_steps, recorded", [(7, 2), (5, 0)])
+def test_a_profile_has_no_more_steps_than_were_run(max_steps: int, recorded: int, tmp_path: Path):
+    program = with_recipe("profiler", tmp_path / "program")
+    printed = call(f"{program}/train.py {SMALL} --profile 3 --max_steps {max_steps}", tmp_path).stdout
+    assert (f"trace of {recorded} steps" in printed) == (run_dir(tmp_path) / "trace.json").exists() == (recorded > 0)
+
+
 def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path: Path):
     program = with_recipe("sync_batchnorm", tmp_path / "program")
-    model = (program / "model.py").read_text()
-    (program / "model.py").write_text(model.replace("nn.GELU(),", "nn.BatchNorm2d(width), nn.GELU(),", 1))
+    replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n")
     run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
     assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
 
@@ -181,7 +188,17 @@ def test_idle_gpus_needs_nvidia_smi(tmp_path: Path):
     assert "no nvidia-smi" in run("recipes/idle_gpus.sh", tmp_path, code=1).stderr
 
 
-# ---- check.sh
+# ---- check.sh, style
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.patch")))
+def test_a_recipe_leaves_the_style_as_it_is(name: str, tmp_path: Path):
+    program = with_recipe(name, tmp_path)
+    shutil.copy(REPO / "pyproject.toml", program)
+    ruff = Path(sys.executable).parent / "ruff"
+    for command in ("check", "format --check"):
+        done = subprocess.run([ruff, *command.split(), "--no-cache", "."], cwd=program, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
@@ -191,8 +208,7 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
         lines = run(f"{tmp_path}/recipes/check.sh {option}", tmp_path, code).stdout.splitlines()
         return {re.search(r"recipes/(\S+)", line)[1]: line.partition(":")[0] for line in lines}
 
-    for path in REPO.glob("*.py"):
-        shutil.copy(path, tmp_path)
+    copy_programs(tmp_path)
     patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "mnist.patch"
     good = {path.name: "applies" for path in RECIPES.glob("*.patch")}
     config = (tmp_path / "config.py").read_text()

@@ -25,7 +25,6 @@ from conftest import (
     interrupt,
     kill_group,
     newest,
-    replaced,
     run,
     run_dir,
     snapshot,
@@ -36,10 +35,12 @@ from conftest import (
     truncate,
     without_locks,
 )
+from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
 from config import TrainConfig
+from loggers import Console
 from rundir import RunDir
 
 # ---- interrupted and resumed
@@ -108,16 +109,19 @@ def test_a_resume_keeps_the_micro_batch_size_where_it_divides_and_else_says_so(t
 # ---- what depends on the state
 
 
+NEW_PROGRESS = """
+if step % plan.steps_per_epoch == 0:
+    state["progress"] = str(sum(p.double().sum().item() for p in model.parameters()))
+    sampler.progress = state["progress"]
+"""
+
+
 def test_an_order_that_depends_on_the_training_is_resumed(whole, tmp_path):
     """A curriculum: the order of an epoch depends on the weights at its start. Workers do not run ahead of it."""
-    for file, old, new in (
-        ("data.py", "{self.seed} {self.epoch}", "{self.seed} {self.epoch}{self.progress}"),
-        ("train.py", '"step": 0,', '"step": 0, "progress": "",'),
-        ("train.py", "batches = iter(", 'sampler.progress = state["progress"]\n            batches = iter('),
-        ("train.py", 'state["step"] = step\n', 'state["step"] = step\n        if step % steps_per_epoch == 0:\n'
-         '            state["progress"] = str(sum(p.double().sum().item() for p in model.parameters()))\n'),
-    ):  # fmt: skip
-        repo = replaced(tmp_path / "repo", file, old, new)
+    repo = replace(tmp_path / "repo", "order", "{self.seed} {self.epoch}{self.progress}")
+    insert_before(repo, "state", '"progress": "",')
+    insert_before(repo, "loop begins", 'sampler.progress = state["progress"]')
+    insert_after(repo, "step is done", NEW_PROGRESS)
     command = f"{repo}/{LONG} --num_workers 2"
     alone, cwd = tmp_path / "alone", tmp_path / "interrupted"
     alone.mkdir()
@@ -136,7 +140,9 @@ def run_with(scaler: torch.amp.GradScaler | None, root: Path, resume: str | None
     model = fabric.setup_module(torch.nn.Linear(2, 1))
     state = {"model": model, "precision": fabric.strategy.precision, "step": 0 if resume else 7}
     config = TrainConfig(root_dir=str(root), resume=resume, logger_name=("csv",))
-    return RunDir(fabric, config, state, ExitStack()), state
+    run = RunDir(fabric, config, state, ExitStack())
+    run.restore()
+    return run, state
 
 
 @pytest.mark.parametrize("saved, expected", [(8.0, 8.0), (None, 2.0)])
@@ -147,8 +153,8 @@ def test_the_gradient_scaler_is_restored_or_starts_afresh(saved: float | None, e
         return made
 
     first, state = run_with(scaler(saved) if saved else None, tmp_path)
-    first.start(0)
-    first.save(7, True, True)
+    first.start(0, Console(True, 0, 10, "val/accuracy", ExitStack()))
+    first.save(7, is_regular=True, is_best=True)
     new = scaler(2.0)
     _, resumed = run_with(new, tmp_path, str(first.path))
     assert (new.get_scale(), resumed["step"]) == (expected, 7)

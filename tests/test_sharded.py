@@ -1,7 +1,6 @@
 """recipes/sharded.patch: weights, gradients and optimizer spread over the processes (FSDP2, here on CPUs)."""
 
 import json
-import re
 import signal
 from pathlib import Path
 
@@ -11,14 +10,15 @@ from conftest import (
     assert_same_training,
     call,
     copied,
+    history,
     interrupt,
     kill_group,
     newest,
-    replaced,
     run,
     run_dir,
     weights,
 )
+from edits import insert_after, replace
 from test_recipes import with_recipe
 
 from model import Model
@@ -30,25 +30,24 @@ RUN = (
     "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
 )
 ON_1, SHARDED = "--devices 1 --strategy auto", "--devices 2 --strategy model_parallel"
-OPTIMIZER = "torch.optim.AdamW(model.parameters(),"
 TWO_GROUPS = """torch.optim.AdamW([
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         {"params": [p for p in model.parameters() if p.ndim > 1]},
-    ],"""
+    ], weight_decay=config.weight_decay, fused=True)"""
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     """The recipe, with two groups of parameters, in another order than the model's."""
     program = with_recipe("sharded", tmp_path_factory.mktemp("program"))
-    return replaced(program, "train.py", OPTIMIZER, TWO_GROUPS)
+    return replace(program, "optimizer", TWO_GROUPS)
 
 
 @pytest.fixture(scope="module")
 def alone(program: Path, tmp_path_factory) -> Path:
     """Where one process has trained, without shards."""
     cwd = tmp_path_factory.mktemp("alone")
-    (cwd / "output").write_text(call(f"{program}/{RUN}", cwd).stdout)
+    call(f"{program}/{RUN}", cwd)
     return cwd
 
 
@@ -56,7 +55,7 @@ def alone(program: Path, tmp_path_factory) -> Path:
 def whole(program: Path, tmp_path_factory) -> Path:
     """Where a sharded run was never interrupted."""
     cwd = tmp_path_factory.mktemp("whole")
-    (cwd / "output").write_text(run(f"{program}/{RUN} {SHARDED}", cwd).stdout)
+    run(f"{program}/{RUN} {SHARDED}", cwd)
     return cwd
 
 
@@ -71,9 +70,11 @@ def killed(program: Path, tmp_path_factory) -> Path:
 def test_trains_as_one_process_does_and_holds_half_of_it(alone: Path, whole: Path):
     assert_same_training(whole, alone)
     Model((1, 8, 8), 10, width=4).load_state_dict(weights(whole))
-    sizes = [[float(size) for size in re.findall(r"(?:weights|optimizer) ([\d.]+) MB", (cwd / "output").read_text())]
-             for cwd in (alone, whole)]  # fmt: skip
-    assert sizes[1] == pytest.approx([size / 2 for size in sizes[0]], rel=0.05) and len(sizes[0]) == 2
+    held, share = ({float(row["held_mb"]) for row in history(cwd)} for cwd in (alone, whole))
+    assert len(held) == len(share) == 1
+    state = 3 * sum(weight.nbytes for weight in weights(alone).values()) / 1e6  # AdamW has two values for each weight
+    assert held.pop() == pytest.approx(state, rel=0.01)
+    assert share.pop() == pytest.approx(state / 2, rel=0.05)
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, whole: Path, killed: Path, tmp_path: Path):
@@ -101,8 +102,7 @@ def test_goes_on_sharded(program: Path, alone: Path, tmp_path: Path):
 def test_an_optimizer_without_state(tmp_path: Path):
     """SGD without momentum: begins sharded, goes on sharded or not."""
     program = with_recipe("sharded", tmp_path / "program")
-    replaced(program, "train.py", OPTIMIZER, "torch.optim.SGD(model.parameters(), lr=1,")
-    replaced(program, "train.py", "fused=True", "fused=False")  # for shards torch has no fused SGD
+    replace(program, "optimizer", "torch.optim.SGD(model.parameters(), lr=1)")  # for shards torch has no fused SGD
     command = f"{program}/{RUN} --base_lr 0.5"
     for name in ("alone", "began"):
         (tmp_path / name).mkdir()
@@ -127,10 +127,8 @@ def test_evaluation_is_that_of_one_process(program: Path, alone: Path, whole: Pa
 
 def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
     program = with_recipe("sharded", tmp_path / "program")
-    step = '        state["step"] = step\n'
-    replaced(program, "train.py", step, f"{step}        if rank == 1 and step == 3:\n            break_it(model)\n")
-    breaking = "def break_it(model):\n    next(model.parameters()).detach().to_local().fill_(math.nan)\n\n\ndef train("
-    replaced(program, "train.py", "def train(", breaking)
+    breaking = "next(model.parameters()).detach().to_local().fill_(math.nan)"
+    insert_after(program, "step is done", f"if fabric.global_rank == 1 and step == 3:\n    {breaking}")
     done = run(f"{program}/{RUN} {SHARDED}", tmp_path, code=1)
     assert "the weights are not finite after step 4" in done.stderr
     assert newest(tmp_path) == 2

@@ -5,13 +5,16 @@ import json
 import math
 import re
 import sysconfig
+import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ON_2, REPO, SMALL, call, replaced, run, run_dir
+from conftest import ON_2, REPO, SMALL, call, run, run_dir
+from edits import replace
 
 import train
 import utils
@@ -70,7 +73,7 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A function from a name in RUNS to the finished run."""
-    unshifted = replaced(tmp_path_factory.mktemp("unshifted"), "data.py", "shift=1 if augment else 0", "shift=0")
+    unshifted = replace(tmp_path_factory.mktemp("unshifted"), "shift", "shift=0")
 
     @cache
     def one(name: str) -> Run:
@@ -147,12 +150,13 @@ DP = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch, train
+from launch import prepare_device
 from cli import parse_train
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DataParallelStrategy
 
 strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
-train.build_fabric = lambda config: Fabric(accelerator="cpu", devices=1, strategy=strategy)
+train.build_fabric = lambda config: prepare_device(config) or Fabric(accelerator="cpu", devices=1, strategy=strategy)
 sys.exit(train.main(parse_train(sys.argv[1:])))
 """
 
@@ -206,13 +210,33 @@ def test_compile_has_a_mode(monkeypatch):
     assert {"triton.cudagraphs": True} in patches and patches[0] == {}
 
 
-def test_the_sums_between_two_logs_take_little_memory(monkeypatch, tmp_path):
-    """They are added up from time to time, else an epoch of a million steps would keep a million of them."""
-    kept, collect = [], utils.Sums.collect
-    monkeypatch.setattr(utils.Sums, "collect", lambda self, scalars: kept.append(self.weight) or collect(self, scalars))
+@pytest.mark.parametrize("owner, name", [(train.RunDir, "start"), (train, "validate"), (train.RunDir, "save")])
+def test_what_is_not_part_of_each_step_is_not_in_its_time(owner, name: str, monkeypatch, tmp_path):
+    """What is done once in the first step, validations and saves. By a clock on which each takes a million seconds."""
+    clock, late, function = time.perf_counter, [0.0], getattr(owner, name)
+
+    def takes_long(*args, **options):
+        late[0] += 1e6
+        return function(*args, **options)
+
+    monkeypatch.setattr(utils, "time", SimpleNamespace(perf_counter=lambda: clock() + late[0]))
+    monkeypatch.setattr(owner, name, takes_long)
+    train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=6, log_interval=1,
+                           val_interval=2, checkpoint_interval=3, logger_name=("csv",)))  # fmt: skip
+    rates = [row["samples_per_second"] for row in rows(Run("", "", tmp_path))]
+    assert late[0] >= 1e6 and len(rates) == 6 and min(rates) > 0.01
+
+
+def test_the_means_of_many_steps_take_little_memory(monkeypatch, tmp_path):
+    """Their values are summed from time to time, else an epoch of a million steps would keep a million of them."""
+    kept, reduce = [], utils.Means.reduce
+    monkeypatch.setattr(
+        utils.Means, "reduce", lambda self: kept.append(list(map(len, self.values.values()))) or reduce(self)
+    )
     train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=1001, log_interval=1001,
                            val_interval=1001, checkpoint_interval=1001, logger_name=("csv",)))  # fmt: skip
-    assert kept[1:3] == [1000, 1]
+    validation, log = [1, 1], [2, 1]  # of loss and accuracy; of loss, with the sum of the first 1,000, and grad_norm
+    assert kept == [validation, log, validation, []]  # and the checkpoint
 
 
 def test_the_whole_gradient_is_clipped_once_and_logged_as_it_was_before(runs):
@@ -286,7 +310,7 @@ def test_intervals_in_steps(runs):
     """The last step always logs, validates and saves; the schedule ends there."""
     done = runs("steps")
     assert "11 steps = 2.75 epochs x 4 steps" in done.out
-    assert steps_with(done, "train/loss") == [5, 10, 11]
+    assert steps_with(done, "train/loss") == [3, 5, 6, 9, 10, 11]  # a validation is logged, too
     assert steps_with(done, "val/loss") == [3, 6, 9, 11]
     assert set(checkpoint_names(done)) - {"best"} == {"step-00000004", "step-00000008", "step-00000011"}
     assert rows(done)[-1]["lr"] == pytest.approx(1e-9 * (1 + math.cos(math.pi * 6 / 7)) / 2, rel=1e-6, abs=0)
@@ -306,13 +330,16 @@ def test_the_best_checkpoint_need_not_be_of_a_step_that_saves(runs):
     assert checkpoint(runs("steps"), "best")["step"] == 3
 
 
-def test_the_train_loss_of_table_and_monitor_is_the_mean_since_the_last_validation(runs):
+def test_the_table_the_log_and_the_monitor_have_one_train_loss(runs):
+    """The mean since the last log, which is a part of an epoch here."""
     done = runs("train loss")
-    logged = [row["train/loss"] for row in rows(done)]
-    means = [sum(logged[i : i + 4]) / 4 for i in range(0, 20, 4)]  # of one epoch each
-    assert [row["train/loss"] for row in table(done)] == pytest.approx(means, rel=1e-4)
+    logged = {row["step"]: row["train/loss"] for row in rows(done)}
+    assert list(logged) == list(range(2, 41, 2))
+    shown = {row["step"]: row["train/loss"] for row in table(done)}
+    assert shown == {step: pytest.approx(logged[step], rel=1e-4) for step in (8, 16, 24, 32, 40)}
     summary = json.loads((run_dir(done.cwd) / "summary.json").read_text())
-    assert (summary["best"], summary["best_step"]) == (pytest.approx(min(means)), 8 * (1 + means.index(min(means))))
+    best_step = min(shown, key=logged.get)
+    assert (summary["best"], summary["best_step"]) == (logged[best_step], best_step)
 
 
 # ---- checkpoints

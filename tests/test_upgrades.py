@@ -2,25 +2,26 @@
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO, call, edited
+from conftest import REPO, call
+from edits import copy_programs, replace
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
 _, CLONE, MERGE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-OPTIMIZER = """--- train.py
--    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
-+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=config.weight_decay, fused=True)
-"""
-LOSS = """--- train.py
--    return {"loss": F.cross_entropy(logits, targets)}, len(targets), (logits, targets)
-+    smooth = F.cross_entropy(logits, targets, label_smoothing=0.1)
-+    values = {"loss": smooth if model.training else F.cross_entropy(logits, targets), "smooth": smooth}
-+    return values, len(targets), (logits, targets)
-"""
+
+
+def edit_optimizer(folder: Path) -> Path:
+    sgd = "torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=config.weight_decay, fused=True)"
+    return replace(folder, "optimizer", sgd)
+
+
+def edit_loss(folder: Path, smoothing: float = 0.1) -> Path:
+    smooth = f"F.cross_entropy(logits, targets, label_smoothing={smoothing})"
+    loss = f"{smooth} if model.training else F.cross_entropy(logits, targets)"
+    return replace(folder, "values", f'{{"loss": {loss}, "smooth": {smooth}}}')
 
 
 def shell(commands: str, folder: Path, code: int = 0) -> str:
@@ -46,8 +47,8 @@ def template(tmp_path: Path) -> Path:
     shell("git init --quiet --initial-branch main", template)
     (template / "train.py").write_text("older\n")
     commit(template, "older")
-    for path in REPO.glob("*.py"):
-        shutil.copy(path, template)
+    (template / "train.py").unlink()
+    copy_programs(template)
     commit(template, "copied")
     return template
 
@@ -62,8 +63,8 @@ def assert_both_edits_train(project: Path) -> None:
 def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
     clone = CLONE.replace("URL", str(template))
     project = Path(shell(f"{clone}\npwd", tmp_path).strip())
-    commit(edited(OPTIMIZER, project), "my optimizer")
-    later = commit(edited(LOSS, template), "another loss")
+    commit(edit_optimizer(project), "my optimizer")
+    later = commit(edit_loss(template), "another loss")
     shell(MERGE, project)
     assert_both_edits_train(project)
     assert shell("git merge-base HEAD template/main", project).strip() == later
@@ -74,9 +75,8 @@ def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
 def test_a_conflict_is_marked_and_can_be_taken_back(template: Path, tmp_path: Path):
     shell(CLONE.replace("URL", str(template)), tmp_path)
     project = tmp_path / "project"
-    mine = LOSS.replace("label_smoothing=0.1", "label_smoothing=0.2")
-    before = commit(edited(mine, project), "my loss")
-    commit(edited(LOSS, template), "another loss")
+    before = commit(edit_loss(project, smoothing=0.2), "my loss")
+    commit(edit_loss(template), "another loss")
     assert "CONFLICT (content): Merge conflict in train.py" in shell(MERGE, project, code=1)
     text = (project / "train.py").read_text()
     assert text.count("<<<<<<<") == 1 and len(text.split("<<<<<<<")[1].split(">>>>>>>")[0].splitlines()) < 15
@@ -87,10 +87,10 @@ def test_a_conflict_is_marked_and_can_be_taken_back(template: Path, tmp_path: Pa
 
 def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Path, tmp_path: Path):
     copied = shell("git rev-parse HEAD", template).strip()
-    commit(edited(LOSS, template), "another loss")
+    commit(edit_loss(template), "another loss")
     project = tmp_path / "project"
     project.mkdir()
-    edited(OPTIMIZER, project)
+    edit_optimizer(project)
     *_, last = shell(COPY.replace("URL", str(template)), project).splitlines()
     assert last.split()[1] == copied
 

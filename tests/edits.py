@@ -1,0 +1,92 @@
+"""The places of the programs that tests edit, by name. Where a change of the programs moves one, this file follows it,
+and no test changes: a test says what it edits, not what the text around it is."""
+
+import shutil
+import textwrap
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+# name: (file, text that stands there once). A text that ends with a newline is a whole line.
+POINTS = {
+    # ---- train.py
+    "functions": ("train.py", "def build_model("),
+    "image shape": ("train.py", "image, _ = dataset[0]"),
+    "batch": ("train.py", "    images, targets = batch\n"),
+    "logits": ("train.py", "logits = model(images)"),
+    "values": ("train.py", '{"loss": F.cross_entropy(logits, targets)}'),
+    "outputs": ("train.py", "(logits, targets)\n"),
+    "build_metrics": ("train.py", "def build_metrics("),
+    "accuracy": ("train.py", 'average="micro"'),
+    "metrics": ("train.py", '{"accuracy": accuracy}'),
+    "train": ("train.py", "def train("),
+    "set up model": ("train.py", "    model = fabric.setup_module(model)\n"),
+    "optimizer": ("train.py", "torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)"),
+    "set up optimizer": ("train.py", "fabric.setup_optimizers(optimizer)"),
+    "set-up is done": ("train.py", "    metrics = build_metrics(config, train_set).to(fabric.device)\n"),
+    "state": ("train.py", '        "step": 0,\n'),
+    "state is there": ("train.py", "    run = RunDir(fabric, config, state, resources)\n"),
+    "loop begins": ("train.py", '    batches = train_loader.batches_from(state["step"])\n'),
+    "micro-batch is done": ("train.py", "            means.add(values)\n"),
+    "optimizer steps": ("train.py", "        optimizer.step()\n"),
+    "step is done": ("train.py", '        state["step"] = step\n'),
+    "run is finished": ("train.py", '        run.finish("model")\n'),
+    # ---- data.py
+    "build_datasets": ("data.py", "def build_datasets("),
+    "digits": ("data.py", "    from sklearn.datasets import load_digits\n"),
+    "target tensor": ("data.py", "torch.tensor(targets,"),
+    "split": ("data.py", "    train, val, test = np.split("),
+    "statistics": ("data.py", "    std, mean = torch.std_mean(images[train])\n"),
+    "shift": ("data.py", "shift=1 if augment else 0"),
+    "num_classes": ("data.py", "self.num_classes = num_classes"),
+    "length": ("data.py", "return len(self.targets)"),
+    "fetch": ("data.py", "        index = torch.as_tensor(indices)\n"),
+    "order": ("data.py", "{self.seed} {self.epoch}"),
+    "to device": ("data.py", "map(self.fabric.to_device, super().__iter__())"),
+    # ---- config.py, model.py
+    "options": ("config.py", '    dataset: Literal["digits"]'),
+    "layers": ("model.py", "        self.layers = nn.Sequential(\n"),
+    "first layer": ("model.py", "nn.Conv2d(channels, width, 3, padding=1),\n"),
+    "last layer": ("model.py", "nn.Linear(2 * width"),
+    "forward": ("model.py", "        return self.layers(images)\n"),
+    # ---- what only tests of the template edit
+    "Fabric": ("launch.py", "        fabric = Fabric(**options)\n"),
+    "next batch": ("utils.py", "        batch = next(batches)\n"),
+    "progress line": ("loggers.py", "self.printed + 30"),
+    "final weights": ("rundir.py", "                torch.save(load(checkpoints_of(self.path)[0])[name], file)\n"),
+}
+
+
+def copy_programs(folder: Path) -> Path:
+    """Copies the programs into a folder, those that are not there yet."""
+    folder.mkdir(exist_ok=True)
+    for path in REPO.glob("*.py"):
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+    return folder
+
+
+def replace(program: Path, point: str, text: str) -> Path:
+    """Puts a text in place of the one at an edit point, in a copy of the programs, which is made if it is not there."""
+    name, old = POINTS[point]
+    path = copy_programs(program) / name
+    content = path.read_text()
+    assert content.count(old) == 1, f"{point}: {name} has this {content.count(old)} times: {old}"
+    path.write_text(content.replace(old, text))
+    return program
+
+
+def insert_before(program: Path, point: str, code: str) -> Path:
+    """Puts lines of code before those at an edit point, as deep as these are."""
+    return replace(program, point, indented(code, point) + POINTS[point][1])
+
+
+def insert_after(program: Path, point: str, code: str) -> Path:
+    """Puts lines of code after the one at an edit point, as deep as that is."""
+    return replace(program, point, POINTS[point][1] + indented(code, point))
+
+
+def indented(code: str, point: str) -> str:
+    text = POINTS[point][1]
+    margin = text[: len(text) - len(text.lstrip())]
+    return textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", margin)

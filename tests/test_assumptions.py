@@ -1,0 +1,494 @@
+"""What the core assumes of torch, Fabric, simple_parsing and others without being promised by them. Each test says what
+hangs on it: where a new version breaks one, that place is to be looked at."""
+
+import copy
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import zipfile
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.fabric.strategies.ddp as fabric_ddp
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import NO_SHARED_STORE, children, run, wait_for
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from simple_parsing import ArgumentParser, SimpleHelpFormatter
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+import cli
+import launch
+import utils
+from config import ConfigError, TrainConfig
+
+BIN = Path(sys.executable).parent
+FABRIC = Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def set_up(fabric: Fabric = FABRIC):
+    """A model and its optimizer, as in train.py."""
+    model = fabric.setup_module(nn.Linear(2, 1))
+    return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+# ---- Fabric's wrappers
+
+
+def test_the_forward_module_of_fabrics_module():
+    """utils.bypass_wrappers calls it directly: the module itself, or what a strategy has made of it."""
+    module = nn.Linear(2, 1)
+    assert FABRIC.setup_module(module)._forward_module is module
+
+
+def test_fabrics_module_gives_attributes_to_the_users_module_but_not_past_its_setattr():
+    """utils.bypass_wrappers sets methods of Fabric's module alone, to be found before those of the class."""
+    model, _ = set_up()
+    model.given = 1
+    object.__setattr__(model, "forward", "hidden")
+    assert model.module.given == 1
+    assert model.forward == "hidden" and "forward" not in vars(model.module)
+
+
+def test_the_bypassed_wrappers_are_those_that_the_loop_calls():
+    """fabric.backward, the step and zero_grad of an optimizer are looked up in the objects at each call; eval calls
+    train, and __call__ forward."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = set_up(fabric)
+    utils.bypass_wrappers(fabric, model, optimizer)
+    assert {"backward"} <= vars(fabric).keys() and {"step", "zero_grad"} <= vars(optimizer).keys()
+    model.eval()
+    assert not model.training and not model.module.training
+    model.train()
+    assert model.training and model.module.training
+    assert model(torch.ones(1, 2)).grad_fn.name() == model.module(torch.ones(1, 2)).grad_fn.name()
+    before = copy.deepcopy(model.state_dict())
+    fabric.backward(model(torch.ones(1, 2)).sum(), model=model)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(model.state_dict()["weight"], before["weight"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_fabric_converts_nothing_in_32_true_and_something_in_all_others():
+    """utils.bypass_wrappers asks for this name, and so must leave the other precisions as they are."""
+    assert FABRIC.strategy.precision.precision == "32-true"
+    for name in ("bf16-mixed", "bf16-true", "64-true"):
+        assert Fabric(accelerator="cpu", devices=1, precision=name).strategy.precision.precision == name
+
+
+def test_the_gradient_scaler_is_an_attribute_of_fabrics_precision():
+    """utils.unscale_gradients takes it for granted that a precision without `scaler` scales nothing."""
+    scaler = torch.amp.GradScaler("cpu")
+    assert MixedPrecision("16-mixed", "cpu", scaler).scaler is scaler
+    assert MixedPrecision("bf16-mixed", "cpu").scaler is None
+
+
+def test_fabrics_optimizer_shares_the_groups_of_the_one_inside():
+    """train sets the learning rate in them, and rundir restores settings in them."""
+    _, optimizer = set_up()
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert optimizer.optimizer.param_groups[0]["lr"] == 7.0
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+# ---- Fabric's strategies and launchers
+
+
+def test_a_launcher_tells_whether_it_forks():
+    """launch.ResumableDDP starts processes as Fabric would have: by fork in a notebook, else by the same command."""
+    is_forking = {}
+    for strategy in ("ddp", "ddp_fork"):
+        launcher = Fabric(accelerator="cpu", devices=2, strategy=strategy).strategy.launcher
+        is_forking[strategy] = launcher.is_interactive_compatible
+    assert is_forking == {"ddp": False, "ddp_fork": True}
+
+
+def test_there_is_a_launcher_where_the_processes_were_started_from_outside_too(monkeypatch):
+    """As by torchrun. launch.ResumableDDP asks it whether it forks."""
+    environment = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    strategy = Fabric(accelerator="cpu", devices=1, strategy="ddp").strategy
+    assert strategy.cluster_environment.creates_processes_externally
+    assert not strategy.launcher.is_interactive_compatible
+
+
+def test_fabrics_ddp_is_made_on_a_side_stream_and_ours_is_not(monkeypatch):
+    """Where Fabric's is no more, ResumableDDP.setup_module needs no comment about it, and may call Fabric's."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: streams.append("made"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(DDPStrategy, "root_device", torch.device("cuda", 0))
+    for module in (fabric_ddp, launch):
+        monkeypatch.setattr(module, "DistributedDataParallel", lambda module, **options: options["device_ids"])
+    monkeypatch.setattr(launch, "order_buckets", lambda ddp: None)
+    ours = launch.ResumableDDP(TrainConfig(strategy="ddp"), Fabric(accelerator="cpu", devices=2, strategy="ddp"))
+    assert ours.setup_module(nn.Linear(1, 1)) == [0] and streams == []
+    assert DDPStrategy().setup_module(nn.Linear(1, 1)) == [0] and streams == ["made"]
+
+
+def test_the_timeout_of_the_strategy_is_that_of_the_process_group(monkeypatch):
+    """--timeout would else be Fabric's or torch's own half hour."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
+        monkeypatch.setenv(name, "0")  # to be restored: Fabric sets them
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # otherwise Fabric would set the number of threads
+    given = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: given.update(options))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    config = TrainConfig(accelerator="cpu", devices="1", strategy="ddp", timeout=77.0)
+    launch.build_fabric(config).launch()
+    torch.set_flush_denormal(False)
+    assert given["timeout"] == timedelta(seconds=77)
+
+
+# ---- DDP
+
+
+class Backwards(nn.Module):
+    """Its gradients come in the order of its parameters, the first one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
+
+    def forward(self, inputs):
+        for layer in reversed(self.layers):
+            inputs = layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    "is_ordered, expected", [(True, "5 4, 3 2, 1 0"), (False, "1 0, 3 2, 5 4")], ids=["ours", "by itself"]
+)
+def test_ddp_orders_its_buckets_once(is_ordered: bool, expected: str, group):
+    """launch.order_buckets does it before the first step, by private names; what comes later must not change it."""
+    ddp = DistributedDataParallel(Backwards(), bucket_cap_mb=0.1, gradient_as_bucket_view=True)
+    if is_ordered:
+        launch.order_buckets(ddp)
+        assert all(parameter.grad is None or not parameter.grad.any() for parameter in ddp.parameters())
+    for _ in range(4):
+        ddp(torch.randn(2, 300)).sum().backward()
+    assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == expected
+
+
+def test_ddp_says_this_of_parameters_without_a_gradient(group):
+    """cli.advice knows it by these words."""
+    ddp = DistributedDataParallel(nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1)}))
+    ddp.forward = lambda inputs: DistributedDataParallel.forward(ddp, inputs)
+    ddp.module.forward = lambda inputs: ddp.module["used"](inputs)
+    ddp(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        ddp(torch.ones(1, 1))
+    assert "--strategy ddp_find_unused_parameters_true" in str(cli.advice(error.value, TrainConfig()))
+
+
+# ---- torch
+
+
+def test_stack_promotes_numbers_of_different_kinds():
+    """utils.Means stacks what compute_loss returns from step to step, and an int beside a float."""
+    values = [torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float64), torch.tensor(3), torch.tensor(True)]
+    assert torch.stack(values).dtype == torch.float64 and torch.stack(values).sum() == 7
+    assert torch.stack([values[0], values[2]]).dtype == torch.float32
+
+
+def test_the_default_generator_is_that_of_manual_seed():
+    """data.SeededBatches and data.seeder seed it alone: torch.manual_seed takes 80 times as long."""
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.default_generator.manual_seed(7)
+    assert torch.equal(torch.rand(3), expected)
+    assert isinstance(torch.cuda.default_generators, tuple)
+
+
+def test_the_state_of_an_optimizer_is_matched_by_position():
+    """Not by name or shape: a resume with parameters in another order would give each the moments of another."""
+    small, large = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.AdamW([small, large])
+    small.grad, large.grad = torch.ones(2), torch.ones(5)
+    optimizer.step()
+    other = torch.optim.AdamW([large, small])
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[large]["exp_avg"].shape == (2,)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_that_loads_its_own_state_puts_the_steps_of_a_fused_one_in_place(fused: bool):
+    """rundir.apply_changed_settings relies on it where `fused` was changed. Here it is seen by the dtype."""
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.state[parameter]["step"] = torch.tensor(1.0, dtype=torch.float64)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[parameter]["step"].dtype == (torch.float32 if fused else torch.float64)
+
+
+def test_a_file_of_torch_save_is_a_zip_file_with_checksums(tmp_path):
+    """rundir.load_meta tells a damaged checkpoint by them, and reads the rest on the meta device, without memory."""
+    path = tmp_path / "saved"
+    torch.save({"weights": torch.ones(1000), "step": 3}, path)
+    assert zipfile.ZipFile(path).testzip() is None
+    found = torch.load(path, "meta", mmap=True, weights_only=True)
+    assert found["step"] == 3 and found["weights"].is_meta
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.ones(4).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    assert zipfile.ZipFile(path).testzip()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_torch_save_covers_up_what_the_system_has_said():
+    """cli.run looks for an OSError behind an error with this name in it."""
+    file = open("/dev/full", "wb")  # noqa: SIM115 - cannot be closed
+    with pytest.raises(RuntimeError, match="inline_container") as error:
+        torch.save(torch.ones(1_000_000), file)
+    chain = [error.value]
+    while chain[-1].__context__:
+        chain.append(chain[-1].__context__)
+    assert any(isinstance(failure, OSError) for failure in chain)
+
+
+def test_torch_says_this_when_memory_is_short():
+    """cli.advice knows it by these words."""
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60)
+    for failure in (error.value, torch.OutOfMemoryError("CUDA"), MemoryError()):
+        assert "out of memory: try --micro_batch_size 32" in str(cli.advice(failure, TrainConfig()))
+
+
+def test_what_the_system_says_of_the_most_memory_is_in_units_of_1024_bytes():
+    """utils.peak_memory; on Linux."""
+    kilobytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    assert utils.peak_memory(torch.device("cpu")) == pytest.approx(kilobytes * 1024 / 1e6, rel=0.05)
+
+
+# ---- DataLoader
+
+
+class Waits(Dataset):
+    """Gives one sample, and the next once there is a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if index > 0:
+            wait_for(self.file.exists)
+        return index
+
+
+@contextmanager
+def waiting_loader(folder: Path, timeout: float = 0):
+    """A loader whose one worker waits, and its iterator."""
+    file = folder / "released"
+    loader = DataLoader(Waits(file), batch_size=None, num_workers=1, persistent_workers=True, timeout=timeout,
+                        multiprocessing_context="fork")  # fmt: skip
+    assert loader._iterator is None
+    batches = iter(loader)
+    assert next(batches) == 0
+    try:
+        yield loader, batches
+    finally:
+        file.touch()
+        loader._iterator._shutdown_workers()
+
+
+def test_a_loader_keeps_its_workers_where_they_are_ended(tmp_path):
+    """data.Loader.end_workers; before the first batch there is no iterator."""
+    with waiting_loader(tmp_path) as (loader, _):
+        (worker,) = loader._iterator._workers
+        assert worker.pid in children(os.getpid()) and worker.is_alive()
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_loader_says_this_of_a_worker_that_delivers_nothing(is_killed: bool, tmp_path):
+    """cli.advice knows it by these words."""
+    with waiting_loader(tmp_path, timeout=0 if is_killed else 1) as (loader, batches):
+        if is_killed:
+            loader._iterator._workers[0].kill()
+        with pytest.raises(RuntimeError) as error:
+            next(batches)
+    advice = cli.advice(error.value, TrainConfig())
+    assert advice == ["a data worker (--num_workers) died, or did not deliver for --timeout 300 seconds"]
+
+
+# ---- process groups
+
+
+def test_torch_says_this_of_a_process_that_does_not_answer(monkeypatch):
+    """cli.advice knows it by these words, and by the names of the exceptions: NCCL's is a DistBackendError."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    errors = []
+    for is_master in (False, True):
+        with pytest.raises(RuntimeError) as error:
+            dist.TCPStore("127.0.0.1", port, 2, is_master, timedelta(seconds=1))
+        errors.append(error.value)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RuntimeError) as error:
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1))
+    errors.append(error.value)
+    assert issubclass(dist.DistBackendError, RuntimeError)
+    errors.append(dist.DistBackendError("NCCL communicator was aborted on rank 0."))
+    for error in errors:
+        assert "another process died, or did not answer" in str(cli.advice(error, TrainConfig())), error
+
+
+# ---- what launchers put into the environment
+
+TELLS = """
+import json, os
+print(json.dumps(dict(os.environ)))
+"""
+
+
+FABRIC_RUN = "fabric run --accelerator cpu --devices 1 --num-nodes 1 --strategy ddp --precision 64-true"
+OF_FABRIC = {"LT_ACCELERATOR": "cpu", "LT_DEVICES": "1", "LT_NUM_NODES": "1", "LT_STRATEGY": "ddp"}
+OF_FABRIC |= {"LT_PRECISION": "64-true", "LT_CLI_USED": "1"}
+OF_TORCHRUN = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+OF_TORCHRUN |= {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.mark.parametrize(
+    "launcher, given, expected",
+    [
+        (FABRIC_RUN, {}, OF_TORCHRUN | OF_FABRIC),
+        ("torchrun --nproc_per_node 1", {}, OF_TORCHRUN),
+        ("torchrun --nproc_per_node 1", NO_SHARED_STORE, {"TORCHELASTIC_USE_AGENT_STORE": "False"}),
+    ],
+)
+def test_launchers_set_these_variables(launcher: str, given: dict, expected: dict, tmp_path):
+    """cli.words_of_launcher reads the devices of them, cli.end the rank, launch.launch whether a restart may hang, and
+    launch.die_with_launcher whether it is torchrun."""
+    (tmp_path / "tells.py").write_text(TELLS)
+    found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path, **given).stdout)
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["TORCHELASTIC_RUN_ID"]
+
+
+def test_fabric_connects_the_ranks_at_once_where_its_command_has_started_them(monkeypatch):
+    """cli.words_of_launcher takes this variable away: nothing may wait for others before the datasets are there."""
+    launched = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: launched.append(strategy))
+    Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    assert not launched
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    assert launched
+
+
+def test_fabric_finds_slurm_by_its_tasks_and_takes_a_job_bash_for_a_shell(monkeypatch):
+    """cli.words_of_launcher sets and removes these variables."""
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    assert not SLURMEnvironment.detect()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    for name, is_found in (("bash", False), ("srun", True)):
+        monkeypatch.setenv("SLURM_JOB_NAME", name)
+        assert SLURMEnvironment.detect() == is_found
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert SLURMEnvironment.local_rank(None) == 1 and not cli.is_local_zero()
+
+
+# ---- loggers
+
+
+def test_the_hyperparameters_of_tensorboard_are_three_summaries_for_one_event_file(tmp_path):
+    """loggers.TensorBoardLogger leaves out the first, and writes by a private name. add_hparams, the public way, still
+    makes a second file."""
+    summaries = hparams({"width": 1}, {})
+    assert [summary.value[0].tag.rpartition("/")[2] for summary in summaries] == [
+        "experiment",
+        "session_start_info",
+        "session_end_info",
+    ]
+    writer = SummaryWriter(tmp_path / "ours")
+    events = writer._get_file_writer()
+    for summary in summaries:
+        events.add_summary(summary)
+    events.close()
+    assert len([*(tmp_path / "ours").iterdir()]) == 1
+    with SummaryWriter(tmp_path / "public") as writer:
+        writer.add_hparams({"width": 1}, {}, run_name=".")
+    assert len([*(tmp_path / "public").iterdir()]) == 2
+
+
+# ---- simple_parsing and argparse
+
+
+def test_the_help_of_an_option_is_made_by_the_method_that_is_overridden(capsys):
+    """cli.HelpFormatter: simple_parsing would show an option that needs a value as one that does not."""
+    for formatter, shown in ((SimpleHelpFormatter, "--comment [str] "), (cli.HelpFormatter, "--comment str ")):
+        parser = ArgumentParser(formatter_class=formatter)
+        parser.add_arguments(TrainConfig, dest="config")
+        parser.print_help()
+        assert shown in capsys.readouterr().out
+
+
+def test_simple_parsing_reports_a_bad_value_on_a_logger_of_this_name(caplog):
+    """cli.parse silences it, else the message came twice."""
+    logger = logging.getLogger("simple_parsing")
+    level = logger.level
+    with pytest.raises(ConfigError):
+        cli.parse(TrainConfig, {"seed": ["x"]})
+    assert not caplog.records and logger.level == logging.CRITICAL
+    logger.setLevel(level)
+
+
+def test_simple_parsing_gives_only_what_was_given():
+    """cli.parse puts the sources of options over each other."""
+    assert cli.parse(TrainConfig, {"seed": ["7"], "logger_name": ["csv", "wandb"]}) == {
+        "seed": 7,
+        "logger_name": ("csv", "wandb"),
+    }
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"sede": ["7"]}, "unknown option --sede; did you mean --seed?"),
+        ({"seed": ["x"]}, "--seed: invalid int value: 'x'"),
+        ({"logger_name": ["mlflow"]}, "--logger_name: 'mlflow': choose from 'csv', 'tensorboard', 'wandb'"),
+    ],
+)
+def test_the_messages_of_argparse_are_as_they_are_translated(given: dict, message: str):
+    """cli.Parser.error takes them apart."""
+    with pytest.raises(ConfigError) as error:
+        cli.parse(TrainConfig, given)
+    assert str(error.value).startswith(message)
+
+
+def test_simple_parsing_keeps_what_a_field_says_of_its_arguments():
+    """cli.may_be_bare asks it whether an option may be given without a value."""
+    bare = [name for name, option in TrainConfig.__dataclass_fields__.items() if cli.may_be_bare(option)]
+    assert bare == ["compile", "fast_run", "summary"]
