@@ -14,6 +14,7 @@ python -c "import matplotlib"
 
 python "$repo/train.py"
 python "$repo/test.py" --out_dir train_out --predictions
+python "$repo/recipes/confusion.py"
 python "$repo/recipes/runs.py" . --plot "$pictures/curves.png"
 cp ./*-train_out/confusion_matrix_test_best.png "$pictures/confusion_matrix.png"
 

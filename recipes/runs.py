@@ -29,6 +29,9 @@ from statistics import mean, stdev
 
 import yaml
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import config  # noqa: E402 - it imports no torch
+
 HIDDEN = ("out_dir", "root_dir")  # options that the name of the run tells
 RESULTS = ("best", "best_step", "step", "time", "state")
 LOSSES = ("train/loss", "val/loss")
@@ -113,14 +116,10 @@ def read_rows(file) -> list[dict[str, str]]:
     return [row for row in rows if None not in row.values() and row.get("step", "").isdecimal()]
 
 
-def mode_of(options: dict, summary: dict) -> str:
+def mode_of(options: dict) -> str:
     """Whether the "max" or the "min" of the monitored value is best."""
-    for mode in (str(summary.get("monitor"))[:3], options.get("monitor_mode")):
-        if mode in ("max", "min"):
-            return mode
-    sys.path.append(str(Path(__file__).resolve().parent.parent))  # no checkpoint yet: it goes by the name
-    import config
-
+    if options.get("monitor_mode") in ("max", "min"):
+        return options["monitor_mode"]
     return config.mode_of(options.get("monitor", "")) or "max"
 
 
@@ -130,8 +129,8 @@ def read_run(path: Path) -> Run:
     options = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in found.items()}
     summary = read(path / "summary.json", read_summary, {})
     run = Run(path, options, read(path / "logs" / "csv" / "metrics.csv", read_rows, []))
-    run.mode = mode_of(options, summary)
-    # A checkpoint may be older than the last row. The rows of train/ are means of other steps than those compared.
+    run.mode = mode_of(options)
+    # A checkpoint may be older than the last row. Values of train/ are also logged between two validations.
     monitor = options.get("monitor", "")
     points = run.curve(monitor) if monitor.startswith("val/") else []
     saved = summary.get("best_step"), summary.get("best")
