@@ -4,7 +4,8 @@ python benchmarks/loader.py                     # 0, 1 and 2 workers; 5 minutes
 python benchmarks/loader.py --kinds tensors --workers 0 --rounds 3
 
 `tensors` is a plain TensorDataset, `png` and `jpeg` are files that Pillow opens. A round reads the data set once, in
-batches of 64, with an iterator that is new and workers that are not. The best round of each loader counts.
+batches of 64, with an iterator that is new and workers that are not. The template's is the one that its loop calls,
+`Loader.batches_from`. The best round of each loader counts.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import TrainConfig  # noqa: E402
 from data import Loader, TrainSampler  # noqa: E402
+from utils import make_plan  # noqa: E402
 
 BATCH_SIZE, PICTURES = 64, 640
 
@@ -52,9 +56,9 @@ def build(kind: str, folder: Path) -> Dataset:
     return Files(folder)
 
 
-def seconds(loader: DataLoader) -> float:
+def seconds(batches: Iterable) -> float:
     began = time.perf_counter()
-    for _ in loader:
+    for _ in batches:
         pass
     return time.perf_counter() - began
 
@@ -74,16 +78,17 @@ if __name__ == "__main__":
             n = len(dataset)
             for workers in options.workers:
                 with ExitStack() as resources:
-                    sampler = TrainSampler(n, n // BATCH_SIZE, BATCH_SIZE, BATCH_SIZE, 0, 1, 0)
-                    config = TrainConfig(num_workers=workers)
-                    own = Loader(fabric, dataset, sampler, config, resources)
+                    config = TrainConfig(num_workers=workers, effective_batch_size=BATCH_SIZE)
+                    plan = make_plan(config, n, val_samples=0, world_size=1, saved_micro_batch_size=None)
+                    steps = plan.steps_per_epoch
+                    own = Loader(fabric, dataset, TrainSampler(plan, rank=0, seed=0), config, resources)
                     torchs = DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers,
                                         persistent_workers=workers > 0)  # fmt: skip
-                    loaders, best = {"template": own, "torch": torchs}, {}
+                    best = {}
                     for number in range(options.rounds + 1):
-                        sampler.epoch = number
-                        for name in loaders if number % 2 else reversed(loaders):
-                            taken = seconds(loaders[name])
+                        epochs = {"template": islice(own.batches_from(number * steps), steps), "torch": torchs}
+                        for name in epochs if number % 2 else reversed(epochs):
+                            taken = seconds(epochs[name])
                             if number:  # the first round starts the workers
                                 best[name] = min(taken, best.get(name, taken))
                     own_speed, torch_speed = n / best["template"], n / best["torch"]

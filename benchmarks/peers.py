@@ -18,6 +18,7 @@ from works import VALIDATED, WORKS, build, tensors  # noqa: E402
 
 import data  # noqa: E402
 from config import TrainConfig  # noqa: E402
+from utils import make_plan  # noqa: E402
 
 LOG_EVERY = 50
 
@@ -181,7 +182,7 @@ class Epochs(data.TrainSampler):
     """Counts the epochs by itself, and has a length: the template's loop needs neither."""
 
     def __len__(self):
-        return self.steps_per_epoch
+        return self.plan.steps_per_epoch
 
     def __iter__(self):
         self.epoch += 1
@@ -199,9 +200,10 @@ def main(peer: str, work: str) -> None:
     optimizer = optimizer_class(model.parameters(), WORKS[work]["lr"], fused=True if name == "limit" else None)
     if batched:
         plain = data.ImageDataset(images, targets, num_classes=10)
-        sampler = Epochs(len(images), len(images) // batch_size, batch_size, batch_size, 0, 1, 0)
+        config = TrainConfig(effective_batch_size=batch_size)
+        plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_micro_batch_size=None)
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = data.Loader(fabric, plain, sampler, TrainConfig(), ExitStack())
+        loader = data.Loader(fabric, plain, Epochs(plan, rank=0, seed=0), config, ExitStack())
     else:
         loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
     if name == "limit":

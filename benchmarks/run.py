@@ -6,9 +6,10 @@ python benchmarks/run.py --works W1 W2 W3 --peers --other DIR    # beside the te
 python benchmarks/run.py --start_up            # a whole run of one epoch, from the command to its end
 
 Every program trains the same model from the same weights on the same data (works.py), reads its loss every 50 steps and
-says so at the end of each epoch. The time is taken here, from the first such line to the last. The template is its own
-train.py, in a copy whose model, data and optimizer are those of the work; nobody saves, and only in W1v does somebody
-validate. Only a run of everything, in at least five rounds, replaces results.json.
+prints it at the end of each epoch. The time is taken here, from the first such line to the last. The template is its
+own train.py, in a copy whose model, data and optimizer are those of the work. It also logs at the end of each epoch,
+since a step that validates also logs. Nobody saves, and only in W1v does somebody validate. Only a run of everything,
+in at least five rounds, replaces results.json.
 """
 
 import argparse

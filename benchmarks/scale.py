@@ -25,7 +25,9 @@ import run  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
 from data import Loader, TrainSampler  # noqa: E402
+from loggers import Console  # noqa: E402
 from rundir import RunDir  # noqa: E402
+from utils import make_plan  # noqa: E402
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -64,8 +66,10 @@ def cost(function, *args) -> tuple[float, float]:
 
 
 def sampler_of(samples: int) -> TrainSampler:
-    """An epoch in batches of 256, on one process."""
-    return TrainSampler(samples, samples // 256, 256, 256, 0, 1, 0)
+    """Epochs in batches of 256, on one process."""
+    config = TrainConfig(effective_batch_size=256)
+    plan = make_plan(config, samples, val_samples=0, world_size=1, saved_micro_batch_size=None)
+    return TrainSampler(plan, rank=0, seed=0)
 
 
 def first_batch(samples: int) -> None:
@@ -75,7 +79,7 @@ def first_batch(samples: int) -> None:
 def private_mb_of_a_worker(samples: int) -> tuple[float]:
     """Memory that a data worker has for itself alone, in the middle of an epoch."""
     fabric, config = Fabric(accelerator="cpu", devices=1), TrainConfig(num_workers=2)
-    batches = iter(Loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()))
+    batches = Loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()).batches_from(0)
     for _ in range(100):
         next(batches)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -105,8 +109,9 @@ def save() -> None:
         path = Path(folder)
         config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
         run_dir = RunDir(fabric, config, state, resources)
-        run_dir.start(0)
-        for step in range(1, 8):
+        steps = 7
+        run_dir.start(0, Console(False, 0, steps, config.monitor, resources))  # False: prints nothing
+        for step in range(1, steps + 1):
             state["step"] = step
             os.sync()
             began = time.perf_counter()
@@ -133,9 +138,9 @@ import cli, train
 from rundir import RunDir
 
 saved = []
-def timed(*args, save=RunDir.save):
+def timed(*args, save=RunDir.save, **kwargs):
     began = time.perf_counter()
-    save(*args)
+    save(*args, **kwargs)
     saved.append((began, time.perf_counter() - began))
 
 RunDir.save = timed
@@ -150,7 +155,7 @@ def waits() -> None:
         script, *options = map(str, run.template_command("W3", Path(folder) / "template"))
         options += ["--checkpoint_frequency", "1", "--epochs", "6"]
         done = subprocess.run([sys.executable, "-c", TIMED, *options], cwd=Path(script).parent, check=True,
-                              capture_output=True, text=True, env=run.environment())  # fmt: skip
+                              stdout=subprocess.PIPE, text=True, env=run.environment())  # fmt: skip
     print(f"W3, a checkpoint per epoch: waited for it {float(done.stdout.split()[-1]):.2%} of the time")
 
 
@@ -162,7 +167,7 @@ def processes(rounds: int = 5) -> None:
                 options = ["--devices", count, "--strategy", "ddp" if count > 1 else "auto"]
                 options += ["--effective_batch_size", 128 * count, "--out_dir", count, "--root_dir", folder]
                 subprocess.run(["taskset", "-c", cores, sys.executable, *map(str, [*command, *options])], check=True,
-                               capture_output=True, env=run.environment())  # fmt: skip
+                               stdout=subprocess.DEVNULL, env=run.environment())  # fmt: skip
                 newest = sorted(Path(folder).glob(f"*-{count}/logs/csv/metrics.csv"))[-1]
                 with open(newest) as file:
                     speeds = [float(row["samples_per_second"]) for row in csv.DictReader(file)]
