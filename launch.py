@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cli import DEVICE_OPTIONS, as_config_error, is_local_zero, say
@@ -38,10 +39,57 @@ def build_fabric(config) -> Fabric:
     prepare_device(config)
     options: dict[str, Any] = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     with as_config_error(config, *DEVICE_OPTIONS):
-        fabric = Fabric(**options)
-        if isinstance(fabric.strategy, DDPStrategy):  # replace it by the strategy below
-            fabric = Fabric(**options | {"strategy": ResumableDDP(config, fabric)})
-    return fabric
+        chosen = Fabric(**options).strategy
+        # Replace Fabric's classes by those below.
+        if isinstance(chosen, DDPStrategy):
+            options["strategy"] = ResumableDDP(config, chosen)
+        if isinstance(chosen.precision, MixedPrecision):
+            del options["precision"]
+            options["plugins"] = PlainMixedPrecision(chosen.precision.precision, chosen.precision.device)
+        return PlainFabric(**options)
+
+
+class PlainFabric(Fabric):
+    """Fabric whose `backward` is that of the tensor; in 16-mixed, of the scaled loss."""
+
+    def backward(self, tensor: Tensor, *args, model=None, **kwargs) -> None:
+        precision = self.strategy.precision
+        if isinstance(precision, PlainMixedPrecision):
+            tensor = precision.scale(tensor)
+        tensor.backward(*args, **kwargs)
+
+
+class PlainMixedPrecision(MixedPrecision):
+    """bf16-mixed and 16-mixed for any number of optimizers, and with torch.autograd.grad.
+
+    Fabric updates the loss scale of 16-mixed in each optimizer's step. A second optimizer that steps on the same
+    backward pass would then divide its gradients again. Here the scale is updated before the next backward pass."""
+
+    backward = Precision.backward  # if it is overridden, Fabric refuses torch.autograd.grad
+    has_stepped = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, multiplied by the loss scale in 16-mixed."""
+        if self.scaler is None:
+            return loss
+        self.update_scale()
+        return self.scaler.scale(loss)
+
+    def optimizer_step(self, optimizer, **kwargs):
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        self.has_stepped = True
+        return self.scaler.step(optimizer, **kwargs)
+
+    def update_scale(self) -> None:
+        if self.has_stepped:
+            self.scaler.update()
+            self.has_stepped = False
+
+    def state_dict(self) -> dict:
+        if self.scaler is not None:
+            self.update_scale()
+        return super().state_dict()
 
 
 class ResumableDDP(DDPStrategy):
@@ -49,12 +97,12 @@ class ResumableDDP(DDPStrategy):
 
     Args:
         config: Its `strategy` tells whether to look for parameters without a gradient.
-        fabric: Fabric with the DDPStrategy that this one replaces.
+        chosen: The DDPStrategy that this one replaces.
     """
 
-    def __init__(self, config, fabric: Fabric):
-        is_gpu = fabric.device.type == "cuda"
-        launcher = fabric.strategy.launcher  # None if an external launcher has started the processes
+    def __init__(self, config, chosen: DDPStrategy):
+        is_gpu = chosen.root_device.type == "cuda"
+        launcher = chosen.launcher  # None if an external launcher has started the processes
         super().__init__(
             # On GPUs, StopSignals must time out first: NCCL aborts the process without a message.
             timeout=timedelta(seconds=config.timeout + (60 if is_gpu else 0)),

@@ -50,7 +50,7 @@ POINTS = {
     "last layer": ("model.py", "nn.Linear(2 * width"),
     "forward": ("model.py", "        return self.layers(images)\n"),
     # ---- what only tests of the template edit
-    "Fabric": ("launch.py", "        fabric = Fabric(**options)\n"),
+    "Fabric": ("launch.py", "        return PlainFabric(**options)\n"),
     "next batch": ("utils.py", "        batch = next(batches)\n"),
     "progress line": ("loggers.py", "self.printed + 30"),
     "final weights": ("rundir.py", "                torch.save(load(checkpoints_of(self.path)[0])[name], file)\n"),

@@ -2,38 +2,38 @@
 
 import os
 import re
+import shutil
 import traceback
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of
-from edits import insert_after
+from conftest import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of, weights
+from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import launch
 import utils
 from config import TrainConfig
 from data import build_datasets
+from launch import PlainFabric, PlainMixedPrecision
 from train import build_model
 
 # 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is
 # refused there.)
 SCALED = """
-from lightning.fabric.plugins import MixedPrecision
-
+del options["precision"]
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+options["plugins"] = PlainMixedPrecision("16-mixed", "cpu", scaler)
 """
 
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory) -> Path:
     """A copy of the programs that trains with a gradient scaler."""
-    return insert_after(tmp_path_factory.mktemp("scaled"), "Fabric", SCALED)
+    return insert_before(tmp_path_factory.mktemp("scaled"), "Fabric", SCALED)
 
 
 def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
@@ -81,7 +81,7 @@ def test_a_gradient_scaler_is_restored(scaled, tmp_path):
 def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
     """Also those of a fused optimizer, which alone does not wait for the device in each step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    fabric = PlainFabric(accelerator="cpu", devices=1, plugins=[PlainMixedPrecision("16-mixed", "cpu", scaler)])
     model = fabric.setup_module(torch.nn.Linear(1, 1, bias=False))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
     fabric.backward(3 * model.weight.sum())
@@ -89,6 +89,46 @@ def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
     utils.unscale_gradients(fabric, optimizer)
     assert utils.clip_gradients(optimizer, max_norm).item() == 3
     assert model.weight.grad.item() == pytest.approx(max_norm or 3, rel=1e-4)
+
+
+ADAMW = "torch.optim.AdamW([*model.parameters()]{}, weight_decay=config.weight_decay, fused=True)"
+# The parameters of the first layer have an optimizer of their own.
+TWO_OPTIMIZERS = {
+    "optimizer": f"{ADAMW.format('[2:]')}\n    first = fabric.setup_optimizers({ADAMW.format('[:2]')})",
+    "state": '        "first": first,\n        "step": 0,\n',
+    "optimizer steps": ('        first.param_groups[0]["lr"] = lr\n'
+                        "        optimizer.step()\n"
+                        "        utils.unscale_gradients(fabric, first)\n"
+                        "        first.step()\n"
+                        "        first.zero_grad()\n"),
+}  # fmt: skip
+
+
+def test_two_optimizers_that_step_on_one_backward_pass_train_like_one(scaled, tmp_path):
+    """The scale grows in each second step, but for both optimizers at once."""
+    options = "--max_steps 20 --log_interval 1 --logger_name csv"
+    one = tmp_path / "one"
+    one.mkdir()
+    call(f"{scaled}/train.py {SMALL} {options}", one)
+    program = Path(shutil.copytree(scaled, tmp_path / "program"))
+    for point, text in TWO_OPTIMIZERS.items():
+        replace(program, point, text)
+    two = tmp_path / "two"
+    two.mkdir()
+    call(f"{program}/train.py {SMALL} {options}", two)
+    torch.testing.assert_close(weights(two), weights(one), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_gradients_of_the_input_are_there_in_every_precision(precision):
+    """torch.autograd.grad, which Fabric's mixed precision would refuse."""
+    fabric = launch.build_fabric(TrainConfig(accelerator="cpu", precision=precision))
+    model = fabric.setup_module(torch.nn.Linear(2, 1))
+    images = torch.ones(3, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+    assert gradient.shape == images.shape
+    fabric.backward(gradient.square().sum())
+    assert model.weight.grad.any()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
