@@ -28,6 +28,7 @@ from launch import SHARED, differing_rank, on_rank_zero
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically
 
+FORMAT = 2  # of checkpoints
 PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
 
 # ---- checkpoints
@@ -87,10 +88,99 @@ def check_plain(value: Any, name: str = "state") -> None:
         raise RunError(f"{found}: use tensors, numbers, strings, lists, dicts, or what has a state_dict")
 
 
+def entries_of(state: dict) -> list[str]:
+    """The names of what has a state_dict."""
+    return [name for name, value in state.items() if hasattr(value, "state_dict")]
+
+
+# ---- optimizers: their state_dicts know parameters by numbers alone, checkpoints by names, too
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def settings_of(optimizer: Optimizer) -> list[dict]:
     """The settings of each parameter group, such as the weight decay."""
     kinds = (*PLAIN, tuple)
     return [{key: value for key, value in group.items() if type(value) in kinds} for group in optimizer.param_groups]
+
+
+def describe_optimizers(state: dict) -> dict[str, dict]:
+    """For each optimizer in `state`: its class, the settings of its groups, and the names of its parameters with their
+    numbers. A name is the entry of a module, a dot, the name in the module's state_dict, and the shape; or the entry of
+    a tensor, and the shape. A tied parameter has several names.
+
+    Raises:
+        RunError: A parameter is in no module and no tensor of `state`.
+    """
+    named: dict[str, Any] = {}
+    for entry, value in state.items():
+        if isinstance(value, Tensor):
+            named[f"{entry} {tuple(value.shape)}"] = value
+        elif isinstance(value, nn.Module):
+            for name, tensor in value.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor):
+                    named[f"{entry}.{name} {tuple(tensor.shape)}"] = tensor
+
+    optimizers = {}
+    for entry, value in state.items():
+        if isinstance(value, Optimizer):
+            numbers = {parameter: number for number, parameter in enumerate(parameters_of(value))}
+            lost = numbers.keys() - set(named.values())
+            if lost:
+                found = f"state[{entry!r}] trains a parameter of the shape {tuple(lost.pop().shape)}"
+                raise RunError(
+                    f"{found} that is in no module of `state`: add it; call functional_call with model.module"
+                )
+            optimizers[entry] = {
+                "class": type(getattr(value, "optimizer", value)).__name__,  # without Fabric's wrapper
+                "settings": settings_of(value),
+                "names": {name: numbers[tensor] for name, tensor in named.items() if tensor in numbers},
+            }
+    return optimizers
+
+
+def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict) -> None:
+    """Restores an optimizer. The state of a parameter is found by its name, that of a group by its parameters.
+
+    Args:
+        optimizer: The optimizer.
+        saved: Its state_dict in the checkpoint.
+        now: Its description, as built in this process.
+        then: Its description, as built in the process that has saved the checkpoint.
+
+    Raises:
+        ValueError: Its class or parameters are others, or a group with a state of its own is gone.
+    """
+    if now["class"] != then["class"]:
+        raise ValueError(f"an optimizer is of class {now['class']}, in the checkpoint {then['class']}")
+    numbers = {then["names"][name]: now["names"][name] for name in then["names"].keys() & now["names"].keys()}
+    if numbers.keys() != set(then["names"].values()) or set(numbers.values()) != set(now["names"].values()):
+        others = sorted(then["names"].keys() ^ now["names"].keys())
+        raise ValueError(f"an optimizer trains other parameters than in the checkpoint: {', '.join(others)}")
+
+    old_settings = then["settings"]
+    if saved.keys() == {"state", "param_groups"}:
+        old_groups = {}
+        for group, settings in zip(saved["param_groups"], old_settings, strict=True):
+            old_groups[frozenset(numbers[number] for number in group["params"])] = (group, settings)
+        groups = []
+        old_settings = []
+        for built, built_settings in zip(optimizer.state_dict()["param_groups"], now["settings"], strict=True):
+            group, settings = old_groups.pop(frozenset(built["params"]), (built, built_settings))
+            groups.append(group | {"params": built["params"]})
+            old_settings.append(settings)
+        for group, settings in old_groups.values():
+            own = {key for key in group if settings.get(key) != group[key]} - {"params", "lr"}
+            if own:
+                raise ValueError(f"an optimizer has no group for the {', '.join(own)} of a group in the checkpoint")
+        state = {numbers[number]: values for number, values in saved["state"].items()}
+        saved = {"state": state, "param_groups": groups}
+    elif any(numbers[number] != number for number in numbers):
+        raise ValueError(f"the parameters of {then['class']} must keep their order, as its state_dict is its own")
+    optimizer.load_state_dict(saved)
+    apply_changed_settings(optimizer, now["settings"], old_settings)
 
 
 def apply_changed_settings(optimizer: Optimizer, built: list[dict], saved: list[dict]) -> None:
@@ -107,6 +197,21 @@ def apply_changed_settings(optimizer: Optimizer, built: list[dict], saved: list[
             if then.get(key) != value:
                 group[key] = value
     optimizer.load_state_dict(optimizer.state_dict())  # moves `step` to the device if `fused` has changed
+
+
+def from_format_1(about: dict, saved: dict, state: dict, optimizers: dict) -> dict:
+    """What a checkpoint of format 1 would have about itself in format 2. It has no names: optimizers go by position.
+    Entries of `state` other than modules and optimizers may be new, as the template itself has replaced some."""
+    for entry in optimizers.keys() & saved.keys():
+        shapes = [parameter.shape for parameter in parameters_of(state[entry])]
+        for number, values in saved[entry]["state"].items():
+            found = [value.shape for value in values.values() if isinstance(value, Tensor) and value.ndim > 0]
+            if number >= len(shapes) or (found and shapes[number] not in found):
+                raise ConfigError(f"--resume: state[{entry!r}] has other parameters than in this old checkpoint")
+        optimizers[entry] = optimizers[entry] | {"settings": about["settings"][entry]}
+    kinds = (nn.Module, Optimizer)
+    entries = [name for name in entries_of(state) if name in saved or not isinstance(state[name], kinds)]
+    return about | {"entries": entries, "optimizers": optimizers, "summary": json.loads(about["summary"])}
 
 
 # ---- provenance
@@ -147,8 +252,7 @@ class RunDir:
         self.began = time.monotonic()
         self.written = self.began  # time of the last summary.json
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
-        # As built from the options. They are saved, so that a resume can tell which have changed.
-        self.settings = {name: settings_of(value) for name, value in state.items() if isinstance(value, Optimizer)}
+        self.optimizers = describe_optimizers(state)  # as built: a resume can tell which settings have changed since
         self.parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": self.parameters, "seconds": 0.0, "last": {}}
 
@@ -184,16 +288,24 @@ class RunDir:
             raise ConfigError(f"--resume: {other} does not see {path} as rank 0 does; {SHARED}")
         saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, tensors would stay backed by the file
         about = saved["checkpoint"]
+        if "format" not in about:
+            about = from_format_1(about, saved, self.state, self.optimizers.copy())
+        renamed = set(entries_of(self.state)) ^ set(about["entries"])
+        if renamed:
+            found = f"{', '.join(sorted(renamed))}: in `state` or in the checkpoint, but not in both"
+            raise ConfigError(f"--resume: {found}; rename it, or start a new run from the weights of this one")
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
         self.origin = f"\nresumed from {path}"
         for name, current in self.state.items():
-            if name in saved:
-                self.state[name] = self.restored(current, saved[name])
-            else:
+            if name not in saved:
                 self.origin += f"; state[{name!r}] is not in it, and new"
-        for name, built in self.settings.items():
-            apply_changed_settings(self.state[name], built, about["settings"].get(name, built))
+                continue
+            with as_config_error(self.config, "resume"):
+                if name in self.optimizers:
+                    restore_optimizer(current, saved[name], self.optimizers[name], about["optimizers"][name])
+                else:
+                    self.state[name] = self.restored(current, saved[name])
 
     def choose_checkpoint(self) -> Path | None:
         """The complete checkpoint of the highest step; None if the run never had one. Renames damaged ones."""
@@ -215,6 +327,10 @@ class RunDir:
     def restored(self, current: Any, saved: Any) -> Any:
         """An entry of `state` with the value from a checkpoint."""
         if isinstance(current, Tensor) and isinstance(saved, Tensor):
+            if current.shape != saved.shape:
+                raise ValueError(
+                    f"a tensor has the shape {tuple(current.shape)}, in the checkpoint {tuple(saved.shape)}"
+                )
             current.data = saved.to(current.device)  # in place: the loop may have a reference to it
         elif not hasattr(current, "state_dict"):
             return self.fabric.to_device(saved)
@@ -226,6 +342,7 @@ class RunDir:
 
     def start(self, step: int, console: Console) -> None:
         """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
+        describe_optimizers(self.state)  # fails if the first step has replaced a parameter
         if self.config.fast_run:
             console.print("run directory none: --fast_run writes nothing")
             return
@@ -286,15 +403,17 @@ class RunDir:
             json.dump(plain | self.summary, file, indent=2)
 
     def save(self, step: int, is_regular: bool, is_best: bool) -> None:
-        """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best` and checkpoints are not switched off. Deletes
-        all step-*.ckpt but the newest `num_checkpoint_keep`.
+        """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best` and checkpoints are not switched off, or there
+        is one. Deletes all step-*.ckpt but the newest `num_checkpoint_keep`.
 
         Raises:
             RunError: The state could not be loaded again, or the weights are not finite, or differ between the ranks.
         """
-        if not (self.config.checkpoint_frequency or self.config.checkpoint_interval):
+        if self.config.fast_run:
+            return
+        if not (self.has_best() or self.config.checkpoint_frequency or self.config.checkpoint_interval):
             is_best = False
-        if self.config.fast_run or not (is_regular or is_best):
+        if not (is_regular or is_best):
             return
         check_plain(self.state)
         self.check_weights(step)
@@ -302,7 +421,13 @@ class RunDir:
         for name, value in self.state.items():
             saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
         summary = {"seconds": time.monotonic() - self.began, "last": self.summary["last"]}
-        saved["checkpoint"] = {"step": step, "settings": self.settings, "summary": summary}
+        saved["checkpoint"] = {
+            "format": FORMAT,
+            "step": step,
+            "entries": entries_of(self.state),
+            "optimizers": self.optimizers,
+            "summary": summary,
+        }
         if self.is_writing:
             self.write_checkpoint(saved, step, is_regular, is_best)
             self.summary["checkpoint"] = step
@@ -352,8 +477,11 @@ class RunDir:
             return "the same without --fast_run, which has written nothing"
         if not is_finished:
             return f"python train.py --resume {shlex.quote(str(self.path))}"
-        has_best = (self.path / "checkpoints" / "best.ckpt").exists()
-        return f"python test.py --out_dir {shlex.quote(str(self.path))}{'' if has_best else ' --checkpoint last'}"
+        checkpoint = "" if self.has_best() else " --checkpoint last"
+        return f"python test.py --out_dir {shlex.quote(str(self.path))}{checkpoint}"
+
+    def has_best(self) -> bool:
+        return (self.path / "checkpoints" / "best.ckpt").exists()
 
     def close(self, kind, error: BaseException | None, trace) -> None:  # the arguments of __exit__
         if error and any(self.path.glob("checkpoints/*.ckpt")):

@@ -320,6 +320,6 @@ def test_the_next_command_can_be_pasted(options: str, tmp_path: Path):
     call(f"test.py {told} --accelerator cpu", root)
     config = TrainConfig(accelerator="cpu", resume=str(run_dir(root)))
     with ExitStack() as resources:
-        run_directory = RunDir(Fabric(accelerator="cpu", devices=1), config, {"step": 0}, resources)
-        run_directory.restore()
+        run_directory = RunDir(Fabric(accelerator="cpu", devices=1), config, {}, resources)
+        run_directory.path = run_dir(root)
     assert shlex.split(run_directory.next_command(False)) == ["python", "train.py", "--resume", str(run_dir(root))]

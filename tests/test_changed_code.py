@@ -1,0 +1,189 @@
+"""The code was changed while a run was down: what still fits is found by its name, anything else is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, call, last_summary, run_dir, weights, without_locks
+from edits import REPO, insert_before, replace
+from torch import nn
+
+import rundir
+
+CONSTANT = f"{SMALL} --lr_schedule constant --logger_name csv"
+ADAMW = "torch.optim.AdamW({}, weight_decay=config.weight_decay, fused=True)"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that was never interrupted."""
+    cwd = tmp_path_factory.mktemp("whole")
+    call(f"train.py {CONSTANT} --epochs 3", cwd)
+    return cwd
+
+
+@pytest.fixture
+def stopped(tmp_path) -> Path:
+    """A run that goes on with --epochs 3."""
+    call(f"train.py {CONSTANT} --epochs 1", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    return tmp_path / "program"
+
+
+def refused(program: Path, cwd: Path, code: int = 2) -> str:
+    """The one line of a resume that is refused, and changes nothing."""
+    before = without_locks(run_dir(cwd))
+    error = call(f"{program}/train.py --resume auto --epochs 3", cwd, code=code).stderr
+    assert without_locks(run_dir(cwd)) == before
+    assert error.startswith("train.py: error: ") and error.count("\n") == 1
+    return error
+
+
+# ---- what fits
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "[*model.parameters()][::-1]",
+        "[{'params': [*model.parameters()][3:]}, {'params': [*model.parameters()][:3]}]",
+    ],
+    ids=["reversed", "in two groups"],
+)
+def test_the_state_of_each_parameter_is_found_in_whatever_order(groups: str, stopped, program, whole):
+    replace(program, "optimizer", ADAMW.format(groups))
+    call(f"{program}/train.py --resume auto --epochs 3", stopped)
+    torch.testing.assert_close(weights(stopped), weights(whole), atol=0, rtol=0)
+
+
+def described(model: nn.Module, parameters) -> tuple[torch.optim.Optimizer, dict]:
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    return optimizer, rundir.describe_optimizers({"model": model, "optimizer": optimizer})["optimizer"]
+
+
+def with_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives each parameter moments of its own."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+
+
+def test_a_tied_parameter_is_found_by_any_of_its_names():
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2, bias=False), "decoder": nn.Linear(2, 2, bias=False)})
+    model["decoder"].weight = model["encoder"].weight
+    optimizer, then = described(model, model.parameters())
+    with_steps(model, optimizer)
+    other = nn.ModuleDict({"decoder": nn.Linear(2, 2, bias=False)})
+    restored, now = described(other, other.parameters())
+    rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
+    (moments,) = restored.state.values()
+    assert torch.equal(moments["exp_avg"], optimizer.state[model["encoder"].weight]["exp_avg"])
+
+
+def test_what_an_optimizer_keeps_in_a_group_goes_to_the_group_of_the_same_parameters():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer, then = described(model, groups)
+    with_steps(model, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        group["d"] = number
+    groups = [{"params": layer.parameters(), "weight_decay": 0.5} for layer in reversed(model)]
+    restored, now = described(model, groups)
+    rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
+    assert [group["d"] for group in restored.param_groups] == [1, 0]
+    assert [group["weight_decay"] for group in restored.param_groups] == [0.5, 0.5]
+    for parameter in model.parameters():
+        assert torch.equal(restored.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+    restored, now = described(model, model.parameters())
+    with pytest.raises(ValueError, match="no group for the d of a group in the checkpoint"):
+        rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
+
+
+# ---- what does not fit
+
+
+def test_a_parameter_of_another_shape_is_named(stopped, program):
+    replace(program, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
+    assert "size mismatch for layers.0.weight" in refused(program, stopped)
+
+
+def test_a_parameter_that_is_no_longer_trained_is_named(stopped, program):
+    replace(program, "optimizer", ADAMW.format("[*model.parameters()][1:]"))
+    assert "other parameters than in the checkpoint: model.layers.0.weight (4, 1, 3, 3)" in refused(program, stopped)
+
+
+def test_an_optimizer_of_another_class_is_named(stopped, program):
+    replace(program, "optimizer", "torch.optim.SGD(model.parameters(), momentum=0.9)")
+    assert "an optimizer is of class SGD, in the checkpoint AdamW" in refused(program, stopped)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_entry_with_a_state_dict_that_only_one_has_is_named(is_new: bool, program, tmp_path):
+    insert_before(program, "state", '"second": nn.Linear(2, 2),')
+    first, then = (REPO, program) if is_new else (program, REPO)
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    call(f"{first}/train.py {CONSTANT} --epochs 1", cwd)
+    error = refused(then, cwd)
+    assert "--resume: second: in `state` or in the checkpoint, but not in both; rename it, or start a new run" in error
+
+
+def test_a_trained_parameter_that_is_not_in_state_is_refused_before_anything_is_written(program, tmp_path):
+    replace(program, "optimizer", ADAMW.format("[*model.parameters(), nn.Parameter(torch.zeros(3))]"))
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
+    assert "state['optimizer'] trains a parameter of the shape (3,) that is in no module of `state`" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["program"]
+
+
+def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(program, tmp_path):
+    """Fabric's module registers the model under two names, so the given weights would stay in it."""
+    given = "{name: 1.0 * parameter for name, parameter in model.named_parameters()}"
+    functional = f"torch.func.functional_call(model, {given}, images) if model.training else model(images)"
+    replace(program, "logits", f"logits = {functional}")
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
+    assert "in no module of `state`: add it; call functional_call with model.module" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["program"]
+
+
+# ---- best.ckpt, older checkpoints
+
+
+def test_a_resume_without_further_checkpoints_still_keeps_the_best(tmp_path):
+    call(f"train.py {CONSTANT} --epochs 1", tmp_path)
+    call("train.py --resume auto --epochs 4 --checkpoint_frequency None", tmp_path)
+    best = torch.load(run_dir(tmp_path) / "checkpoints" / "best.ckpt", weights_only=True)
+    summary = last_summary(tmp_path)
+    assert summary["best_step"] > 4 and best["step"] == summary["best_step"]
+
+
+def as_format_1(path: Path) -> dict:
+    """Makes a checkpoint one of the first format; returns it."""
+    saved = torch.load(path, weights_only=True)
+    about = saved["checkpoint"]
+    if "format" not in about:  # best.ckpt is the same file
+        return saved
+    settings = {name: optimizer["settings"] for name, optimizer in about["optimizers"].items()}
+    saved["checkpoint"] = {"step": about["step"], "settings": settings, "summary": json.dumps(about["summary"])}
+    saved["sums"] = saved.pop("means")
+    torch.save(saved, path)
+    return saved
+
+
+def test_a_checkpoint_of_the_first_format_goes_on(stopped, whole):
+    for path in (run_dir(stopped) / "checkpoints").iterdir():
+        as_format_1(path)
+    assert "state['means'] is not in it, and new" in call("train.py --resume auto --epochs 3", stopped).stdout
+    torch.testing.assert_close(weights(stopped), weights(whole), atol=0, rtol=0)
+
+
+def test_a_checkpoint_of_the_first_format_knows_shapes_alone(stopped, program):
+    for path in (run_dir(stopped) / "checkpoints").iterdir():
+        as_format_1(path)
+    replace(program, "optimizer", ADAMW.format("[*model.parameters()][::-1]"))
+    assert "state['optimizer'] has other parameters than in this old checkpoint" in refused(program, stopped)
