@@ -106,15 +106,10 @@ def settings_of(optimizer: Optimizer) -> list[dict]:
     return [{key: value for key, value in group.items() if type(value) in kinds} for group in optimizer.param_groups]
 
 
-def describe_optimizers(state: dict) -> dict[str, dict]:
-    """For each optimizer in `state`: its class, the settings of its groups, and the names of its parameters with their
-    numbers. A name is the entry of a module, a dot, the name in the module's state_dict, and the shape; or the entry of
-    a tensor, and the shape. A tied parameter has several names.
-
-    Raises:
-        RunError: A parameter is in no module and no tensor of `state`.
-    """
-    named: dict[str, Any] = {}
+def named_tensors(state: dict) -> dict[str, Tensor]:
+    """The tensors in `state` by name: the entry of a module, a dot, the name in the module's state_dict, and the shape;
+    or the entry of a tensor, and the shape. A tied parameter has several names."""
+    named: dict[str, Tensor] = {}
     for entry, value in state.items():
         if isinstance(value, Tensor):
             named[f"{entry} {tuple(value.shape)}"] = value
@@ -122,7 +117,17 @@ def describe_optimizers(state: dict) -> dict[str, dict]:
             for name, tensor in value.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor):
                     named[f"{entry}.{name} {tuple(tensor.shape)}"] = tensor
+    return named
 
+
+def describe_optimizers(state: dict) -> dict[str, dict]:
+    """For each optimizer in `state`: its class, the settings of its groups, and the names of its parameters with their
+    numbers.
+
+    Raises:
+        RunError: A parameter is in no module and no tensor of `state`.
+    """
+    named = named_tensors(state)
     optimizers = {}
     for entry, value in state.items():
         if isinstance(value, Optimizer):
@@ -365,7 +370,15 @@ class RunDir:
         self.resources.push(self.close)
         console.open_log(self.path)
         console.print(f"run directory {self.path}{self.origin}")
+        for name in self.untrained():
+            console.print(f"{name} has a gradient, and no optimizer in `state`")
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
+
+    def untrained(self) -> list[str]:
+        """The names of parameters that have a gradient, but no optimizer."""
+        trained = {name for optimizer in describe_optimizers(self.state).values() for name in optimizer["names"]}
+        tensors = named_tensors(self.state)
+        return [name for name, tensor in tensors.items() if tensor.grad is not None and name not in trained]
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. If the name is taken, waits for the next second."""

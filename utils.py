@@ -177,7 +177,8 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str]) -> None:
 def check_finite(loss: float, step: int) -> None:
     """Raises RunError if the mean loss of the steps up to this one is not finite."""
     if not math.isfinite(loss):
-        raise RunError(f"the loss is {loss} in the steps up to {step}")
+        remedy = "find the first such step by --log_interval 1, or try a lower --base_lr or --max_grad_norm 1"
+        raise RunError(f"the loss is {loss} in the steps up to {step}: {remedy}")
 
 
 def is_better(value: float, best: float | None, mode: str) -> bool:

@@ -141,6 +141,13 @@ def test_a_trained_parameter_that_is_not_in_state_is_refused_before_anything_is_
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
+def test_a_parameter_with_a_gradient_and_no_optimizer_is_named(program, tmp_path):
+    replace(program, "optimizer", ADAMW.format("[*model.parameters()][1:]"))
+    output = call(f"{program}/train.py {SMALL}", tmp_path).stdout
+    assert output.count("has a gradient") == 1
+    assert "model.layers.0.weight (4, 1, 3, 3) has a gradient, and no optimizer in `state`\n" in output
+
+
 def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(program, tmp_path):
     """Fabric's module registers the model under two names, so the given weights would stay in it."""
     given = "{name: 1.0 * parameter for name, parameter in model.named_parameters()}"
