@@ -4,6 +4,7 @@ after `last_step`, which are logged again."""
 import csv
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from config import TrainConfig
 from utils import atomically
 
 tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which starts a process on Python 3.14
+csv.field_size_limit(sys.maxsize)  # zeros that a power failure has left within a file are one long field
 
 
 def scalars_of(row: dict) -> dict:
@@ -116,21 +118,34 @@ class Console:
 # ---- loggers
 
 
+def is_row(line: dict) -> bool:
+    """Whether a line of metrics.csv has a value for each column, and a step."""
+    return None not in line and None not in line.values() and line.get("step", "").isdecimal()
+
+
 class CSVLogger:
     """Writes a row per logged step to metrics.csv. Fabric's CSVLogger would delete the file of a resumed run."""
 
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
-        rows = [row for row in self.read() if str(row.get("step")).isdecimal()]
-        self.write([row for row in rows if int(row["step"]) <= last_step])
+        self.path.touch()
+        self.write([row for row in self.read() if int(row["step"]) <= last_step])
         resources.callback(lambda: self.file.close())
 
     def read(self) -> list[dict]:
-        """The rows of the file, without the last one if it was cut."""
-        with suppress(FileNotFoundError), open(self.path, newline="", encoding="utf-8-sig", errors="replace") as file:
-            return [row for row in csv.DictReader(file) if None not in row.values()]
-        return []
+        """The rows of the file, without the last one if it was cut. If other lines cannot be read, as after a
+        spreadsheet has saved it with semicolons, a copy of the file is kept under another name."""
+        text = self.path.read_text("utf-8-sig", errors="replace").rstrip("\0")  # zeros: of a power failure
+        lines = list(csv.DictReader(text.splitlines()))
+        if lines and None in lines[-1].values():  # it has too few values
+            lines.pop()
+        rows = [line for line in lines if is_row(line)]
+        if len(rows) < len(lines):
+            copy = self.path.with_suffix(time.strftime(".unreadable-%Y%m%d-%H%M%S.csv"))
+            shutil.copy(self.path, copy)
+            say(f"{self.path}: some lines cannot be read; all are kept in {copy.name}")
+        return rows
 
     def write(self, rows: list[dict]) -> None:
         """Replaces the file by one with these rows, and opens it for those that follow."""

@@ -25,6 +25,7 @@ from conftest import (
     assert_whole_checkpoints,
     call,
     copied,
+    history,
     interrupt,
     last_summary,
     run,
@@ -119,6 +120,66 @@ def test_a_row_of_the_log_that_was_cut_is_written_again(whole, tmp_path):
     log.write_text("".join(lines) + last[:1])
     call("train.py --resume auto", cwd)
     assert_same_run(cwd, whole)
+
+
+def with_edited_log(killed: Path, tmp_path: Path, edit) -> tuple[Path, Path]:
+    """A copy of the killed run with another metrics.csv; and that file."""
+    cwd = copied(killed, tmp_path)
+    log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
+    log.write_bytes(edit(log.read_bytes()))
+    return cwd, log
+
+
+UNREADABLE = {
+    "semicolons": lambda log: log.replace(b",", b";").replace(b".", b","),
+    "line above": lambda log: b"My best run\n" + log,
+    "line of cells above": lambda log: b"My best run" + b"," * log.partition(b"\n")[0].count(b",") + b"\n" + log,
+    "UTF-16": lambda log: log.decode().encode("utf-16"),
+    "other header": lambda log: log.replace(b"step", b"number", 1),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_log_that_cannot_be_read_is_kept_under_another_name(whole, killed, tmp_path, name: str):
+    cwd, log = with_edited_log(killed, tmp_path, UNREADABLE[name])
+    content = log.read_bytes()
+    printed = call("train.py --resume auto", cwd).stdout
+    (copy,) = log.parent.glob("metrics.unreadable-*.csv")
+    assert copy.read_bytes() == content
+    assert f"metrics.csv: some lines cannot be read; all are kept in {copy.name}" in printed
+    later = history(cwd)
+    assert later == history(whole)[-len(later) :] != []
+    call("train.py --resume auto --epochs 31", cwd)
+    assert history(cwd)[:-1] == later and len([*log.parent.iterdir()]) == 2  # it is readable from now on
+
+
+def test_a_log_with_one_bad_line_keeps_the_others(whole, killed, tmp_path):
+    """And what was kept before stays, when it happens again."""
+    cwd, log = with_edited_log(killed, tmp_path, lambda log: log.replace(b"\n", b"\nthe best,\n", 1))
+    call("train.py --resume auto", cwd)
+    assert_same_run(cwd, whole)
+    (copy,) = log.parent.glob("metrics.unreadable-*.csv")
+    content = copy.read_bytes()
+    assert b"the best" in content
+    with open(log, "a") as file:
+        file.write("the end\n" * 2)
+    call("train.py --resume auto --epochs 31", cwd)
+    assert copy.read_bytes() == content and len([*log.parent.glob("metrics.unreadable-*.csv")]) == 2
+
+
+@pytest.mark.parametrize("place", ["end", "middle"])
+def test_zero_bytes_in_the_log_cost_no_row(whole, killed, tmp_path, place: str):
+    """A power failure may leave them."""
+
+    def edit(log: bytes) -> bytes:
+        zeros = bytes(300_000)
+        return log + zeros if place == "end" else log.replace(b"\n", b"\n" + zeros + b"\n", 1)
+
+    cwd, log = with_edited_log(killed, tmp_path, edit)
+    call("train.py --resume auto", cwd)
+    assert_same_run(cwd, whole)
+    assert b"\0" not in log.read_bytes()
+    assert len([*log.parent.iterdir()]) == (1 if place == "end" else 2)
 
 
 # ---- forged checkpoints
