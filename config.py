@@ -87,7 +87,8 @@ class TrainConfig(MachineConfig):
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
 
-    fast_run: int | None = field(default=None, nargs="?", const=2)  # Try the loop on N (2) batches; writes nothing
+    # Try the loop for N (2) steps and write nothing; in two epochs, for an odd N the first has a step more
+    fast_run: int | None = field(default=None, nargs="?", const=2)
     limit_train_batches: int | float | None = None  # Effective batches per epoch: a count (5) or a fraction (0.1)
     limit_val_batches: int | float | None = None  # Effective batches per validation; 0: none, then monitor train/loss
     num_sanity_val_steps: int = 2  # Validation batches before the first step, to find mistakes early; 0 runs 1

@@ -43,7 +43,9 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
     """Forward pass and loss of training, validation and test.py. `model.training` is True only in training. torch's
-    generators are seeded before each call; NumPy's and Python's are not.
+    generators are seeded before each call; NumPy's and Python's are not. What only a training step has, such as a
+    weight that grows with the step or a teacher, is a further argument, whose default is what a validation uses:
+    `compute_loss(model, batch, config, teacher=None)`.
 
     Args:
         model: The model of `build_model`, set up by Fabric.
@@ -258,8 +260,9 @@ def footer(console: Console, config: TrainConfig, plan: Plan, state: dict, run: 
 def main(config: TrainConfig) -> int:
     """Trains, or resumes the run at `config.resume`. Returns the exit code, or raises ConfigError or RunError."""
     if config.fast_run:
-        count = config.fast_run
-        config = replace(config, max_steps=count, limit_train_batches=count, limit_val_batches=count)
+        steps = config.fast_run
+        per_epoch = (steps + 1) // 2  # the run has two epochs: what happens between them is tried, too
+        config = replace(config, max_steps=steps, limit_train_batches=per_epoch, limit_val_batches=steps)
     fabric = build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
     with cli.as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)):  # other exceptions are bugs

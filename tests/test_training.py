@@ -47,7 +47,7 @@ RUNS = {
     "64-true": f"train.py {SMALL} --epochs 2 --precision 64-true",
     "early": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 2",
     "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency None --summary",
-    "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 2",  # it has one epoch
+    "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 3",  # it has two epochs
     "steps": f"train.py {SMALL} --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
     "--checkpoint_interval 4 --num_checkpoint_keep None",
     "fractions": f"train.py {SMALL} --epochs 2.5 --warmup_epochs 0.5 --val_frequency 0.5 --checkpoint_frequency 0.75 "
@@ -392,8 +392,15 @@ def test_early_stopping_ends_the_run_as_a_finished_one(runs):
 
 def test_a_fast_run_writes_nothing(runs):
     done = runs("fast")
-    assert "2 steps = 1 epochs x 2 steps" in done.out
+    assert "finished after 2 of 2 steps" in done.out
     assert list(done.cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize("options, epochs", [("", ["1", "2"]), ("1", ["1"]), ("3", ["1", "1.5"]), ("4", ["1", "2"])])
+def test_a_fast_run_reaches_a_second_epoch(tmp_path, options: str, epochs: list[str]):
+    printed = call(f"train.py --accelerator cpu --fast_run {options}", tmp_path).stdout
+    assert re.findall(r"^ +([\d.]+) +\d+ ", printed, re.MULTILINE) == epochs
+    assert f"finished after {options or 2} of {options or 2} steps" in printed
 
 
 def test_the_summary_shows_layers_and_the_number_of_parameters(runs):
