@@ -25,7 +25,29 @@ from simple_parsing import ArgumentParser, SimpleHelpFormatter
 
 from config import FIXED_ON_RESUME, LENGTH_OPTIONS, ConfigError, MachineConfig, RunError, TestConfig, TrainConfig
 
+# The first and the last line of a config.yaml.
+CONFIG_BEGIN = "# All options of the run. The last line tells that the file is whole."
+CONFIG_END = "# This file is whole."
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
+# Options, and what people call them who come from other programs.
+MEANT = {
+    "base_lr": "lr learning_rate",
+    "checkpoint_interval": "save_every save_interval save_steps",
+    "devices": "gpu gpus n_gpu ngpus nproc_per_node num_gpus",
+    "early_stopping_patience": "early_stopping patience",
+    "effective_batch_size": "batch batch_size bs global_batch_size train_batch_size",
+    "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
+    "logger_name tensorboard": "tb tensorboard",
+    "logger_name wandb": "use_wandb wandb",
+    "max_grad_norm": "clip clip_grad clip_grad_norm grad_clip gradient_clip_val",
+    "max_steps": "iterations iters max_iters num_steps steps",
+    "micro_batch_size": "accumulate_grad_batches grad_accum gradient_accumulation_steps per_device_train_batch_size",
+    "out_dir": "experiment log_dir name output output_dir run_name save_dir",
+    "precision 16-mixed": "fp16",
+    "precision bf16-mixed": "amp bf16 mixed_precision",
+    "val_interval": "eval_every eval_interval eval_steps",
+    "weight_decay": "wd",
+}
 
 # ---- options as words: a dict like {"seed": ["7"], "logger_name": ["csv", "wandb"]}, whatever they come from
 
@@ -57,13 +79,31 @@ class Parser(ArgumentParser):
         unknown = re.match("unrecognized arguments: --([^ =]+)", message)
         if unknown:
             message = f"unknown option --{unknown[1]}"
-            near = get_close_matches(unknown[1], [option.name for option in fields(self.cls)], n=1)
-            if near:
-                message += f"; did you mean --{near[0]}?"
+            meant = meant_option(unknown[1], [option.name for option in fields(self.cls)])
+            if meant:
+                message += f"; did you mean --{meant}?"
+        if message.startswith("argument --dataset"):
+            message += "; recipes/data.md adds others"
         raise ConfigError(self.source + message.removeprefix("argument "))
 
     def format_help(self) -> str:
         return super().format_help().replace(" ['config']", "")  # the name of the group
+
+
+def meant_option(name: str, known: list[str]) -> str:
+    """The known option that an unknown name may stand for, with a value if the name tells it; "" if there is none."""
+    name = name.lower().replace("-", "_")
+    for meant, names in MEANT.items():
+        if name in names.split() and meant.split()[0] in known:
+            return meant
+    near = get_close_matches(name, known, n=1)
+    return near[0] if near else ""
+
+
+def as_integer(word: str) -> str:
+    """`1000` for `1e3`; any other word unchanged."""
+    is_power = re.fullmatch(r"\d+[eE]\d", word)
+    return str(int(float(word))) if is_power else word
 
 
 def may_be_none(option: Field) -> bool:
@@ -101,6 +141,8 @@ def parse(cls: type, given: dict[str, list[str]], source: str = "") -> dict:
     args = []
     for name, words in given.items():
         option = options.get(name)
+        if option and option.type in (int, int | None):
+            words = [as_integer(word) for word in words]
         if option and words == ["None"] and may_be_none(option):  # which simple_parsing does not know
             found[name] = None
         elif option and (words == ["None"] or not (words or may_be_bare(option))):
@@ -117,35 +159,35 @@ def parse(cls: type, given: dict[str, list[str]], source: str = "") -> dict:
     return getattr(parser.parse_args(args), "config", {}) | found
 
 
-def read_options(path: Path, option: str) -> dict:
-    """The values of the options in a YAML file. They are read as words, and parsed like those of the command line: YAML
-    would take 1e-3 for a string. Raises ConfigError for a file, a name or a value that is wrong."""
-    source = f"{option} {path}: "
+def words_of_file(path: Path, source: str) -> dict[str, list[str]]:
+    """The options in a YAML file as words, to be parsed like those of the command line: YAML would take 1e-3 for a
+    string. Raises ConfigError, prefixed by `source`, for a file that cannot be read, or has other than options."""
     try:
         root = yaml.compose(path.read_text())
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{option}: cannot read {path}: {error}") from None
+        raise ConfigError(f"{source}cannot be read: {error}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
-    lists = {option.name for option in fields(TrainConfig) if re.search("tuple|list", str(option.type))}
+    scalars = {option.name for option in fields(TrainConfig) if not re.search("tuple|list", str(option.type))}
     given: dict[str, list[str]] = {}
     for key, node in root.value if root else ():
         is_list = isinstance(node, yaml.SequenceNode)
         items = node.value if is_list else [node]
         are_texts = all(isinstance(item, yaml.ScalarNode) for item in (key, *items))
-        if not are_texts or (is_list and key.value not in lists):
+        if not are_texts or (is_list and key.value in scalars):
             raise ConfigError(f"{source}line {key.start_mark.line + 1}: {key.value}: expected one value")
         if key.value in given or key.value == "config_path":
             raise ConfigError(f"{source}{key.value} is given twice, or is no option for a file")
         given[key.value] = ["None" if item.tag.endswith(":null") else item.value for item in items]
-    return parse(TrainConfig, given, source)
+    return given
 
 
 def to_yaml(config: TrainConfig) -> str:
     """The config as YAML for `--config_path`, without the two options that tell where it came from."""
     options = asdict(config)
     del options["resume"], options["config_path"]
-    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+    return f"{CONFIG_BEGIN}\n{text}{CONFIG_END}\n"
 
 
 @contextmanager
@@ -217,13 +259,30 @@ def find_run(option: str, name: str, root_dir: str) -> Path:
 
 
 def read_config(run_dir: Path) -> TrainConfig:
-    """The config that a run was trained with. Raises ConfigError if it is damaged."""
+    """The config that a run was trained with. If options in the code have changed since, a line names them: those that
+    are gone are ignored, new ones take their defaults. Raises ConfigError if the file is damaged, or lacks an option
+    that is fixed on a resume."""
     path = run_dir / "config.yaml"
-    options = read_options(path, "config of the run")
-    missing = sorted(set(FIXED_ON_RESUME) - options.keys())
-    if missing:
-        raise ConfigError(f"config of the run {path}: is damaged, or older: it lacks {', '.join(missing)}")
-    return TrainConfig(**options)
+    source = f"config of the run {path}: "
+    words = words_of_file(path, source)
+    text = path.read_text()
+    is_older = not text.startswith(CONFIG_BEGIN)
+    if not is_older and not text.rstrip().endswith(CONFIG_END):
+        raise ConfigError(f"{source}is damaged: its last line is missing")
+
+    known = {}
+    for name in sorted(asdict(TrainConfig()).keys() - {"resume", "config_path"}):
+        if name in words:
+            known[name] = words.pop(name)
+        elif name in FIXED_ON_RESUME:
+            raise ConfigError(f"{source}is damaged, or older than the code: it lacks {name}, and a resume must know it")
+        else:
+            say(f"{source}lacks {name}, which takes its default")
+    for name in words:
+        say(f"{source}{name} is no option any more, and ignored")
+    if is_older:
+        say(f"{source}is of an older version of the template")
+    return TrainConfig(**parse(TrainConfig, known, source))
 
 
 def resume(run_dir: Path, given: dict) -> TrainConfig:
@@ -258,7 +317,8 @@ def parse_train(argv: list[str]) -> TrainConfig:
         raise ConfigError("--config_path: give it once, with all files; the later files win")
     given = parse(TrainConfig, words_of_launcher() | words_of(argv))
     for path in reversed(given.get("config_path") or ()):  # what is already given wins
-        given = read_options(Path(path), "--config_path") | given
+        source = f"--config_path {path}: "
+        given = parse(TrainConfig, words_of_file(Path(path), source), source) | given
     name = given.get("resume")
     out_dir = given.get("out_dir", TrainConfig.out_dir)
     root_dir = given.get("root_dir", TrainConfig.root_dir)

@@ -33,6 +33,8 @@ def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
     """
     from sklearn.datasets import load_digits
 
+    if config.data_dir is not None:
+        raise OSError("the digits come with scikit-learn, no directory is read")
     images, targets = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # 1,797 images, grey values 0..16
     targets = torch.tensor(targets, dtype=torch.int64)
@@ -58,6 +60,9 @@ class ImageDataset(Dataset):
     """
 
     def __init__(self, images: Tensor, targets: Tensor, num_classes: int, shift: int = 0):
+        if images.ndim != 4 or not images.is_floating_point():
+            found = f"{images.dtype} of the shape {tuple(images.shape)}"
+            raise ValueError(f"images: expected floating-point (samples, channels, height, width), not {found}")
         self.images = images
         self.targets = targets
         self.num_classes = num_classes

@@ -12,6 +12,7 @@ POINTS = {
     # ---- train.py
     "functions": ("train.py", "def build_model("),
     "image shape": ("train.py", "image, _ = dataset[0]"),
+    "use of dropout": ("train.py", "config.width, config.dropout)"),
     "batch": ("train.py", "    images, targets = batch\n"),
     "logits": ("train.py", "logits = model(images)"),
     "values": ("train.py", '{"loss": F.cross_entropy(logits, targets)}'),
@@ -37,6 +38,7 @@ POINTS = {
     "target tensor": ("data.py", "torch.tensor(targets,"),
     "split": ("data.py", "    train, val, test = np.split("),
     "statistics": ("data.py", "    std, mean = torch.std_mean(images[train])\n"),
+    "training images": ("data.py", "ImageDataset(images[train]"),
     "shift": ("data.py", "shift=1 if augment else 0"),
     "num_classes": ("data.py", "self.num_classes = num_classes"),
     "length": ("data.py", "return len(self.targets)"),
@@ -44,6 +46,10 @@ POINTS = {
     "order": ("data.py", "{self.seed} {self.epoch}"),
     "to device": ("data.py", "map(self.fabric.to_device, super().__iter__())"),
     # ---- config.py, model.py
+    "dropout option": (
+        "config.py",
+        "    dropout: float = 0.25  # Probability of dropping a feature before the last layer\n",
+    ),
     "options": ("config.py", '    dataset: Literal["digits"]'),
     "layers": ("model.py", "        self.layers = nn.Sequential(\n"),
     "first layer": ("model.py", "nn.Conv2d(channels, width, 3, padding=1),\n"),

@@ -50,7 +50,12 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--epochs many", "--epochs"),
         ("--max_steps 1.5", "--max_steps"),
         ("--epochs None", "--epochs"),
-        ("--seed 1e3", "--seed"),
+        ("--seed 1e-3", "--seed"),
+        ("--max_steps 1.5e3", "--max_steps"),
+        ("--max_steps 1e99", "--max_steps"),
+        ("--width inf", "--width"),
+        ("--devices 0", "--devices 0"),
+        ("--dataset mnist", "'mnist' (choose from 'digits'); recipes/data.md adds others"),
         ("--base_lr fast", "--base_lr"),
         ("--compile maybe", "--compile"),
         ("--timeout 1e7", "--timeout"),
@@ -89,6 +94,41 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
 )
 def test_value_that_is_not_allowed(options: str, option: str, tmp_path: Path):
     refused(f"train.py {options}", tmp_path, option)
+
+
+# What people call the options who come from other programs.
+MEANT = {
+    "--batch_size 32": "effective_batch_size",
+    "--batch-size 32": "effective_batch_size",
+    "--lr 0.1": "base_lr",
+    "--learning_rate 0.1": "base_lr",
+    "--learning-rate=0.1": "base_lr",
+    "--num_epochs 3": "epochs",
+    "--Epochs 3": "epochs",
+    "--max-steps 3": "max_steps",
+    "--gpus 2": "devices",
+    "--wandb": "logger_name wandb",
+    "--bf16": "precision bf16-mixed",
+    "--fp16 true": "precision 16-mixed",
+    "--gradient_accumulation_steps 4": "micro_batch_size",
+    "--warmup 3": "warmup_epochs",
+    "--workers 3": "num_workers",
+    "--patience 3": "early_stopping_patience",
+    "--output_dir x": "out_dir",
+}
+
+
+@pytest.mark.parametrize("options", MEANT)
+def test_an_option_of_another_program_names_the_one_that_is_meant(options: str, tmp_path: Path):
+    name = options.split()[0].partition("=")[0]
+    refused(f"train.py {options}", tmp_path, f"error: unknown option {name}; did you mean --{MEANT[options]}?")
+
+
+def test_an_option_of_train_py_is_not_suggested_for_test_py(tmp_path: Path):
+    refused("test.py --lr 0.1", tmp_path, "unknown option --lr")
+    error = call("test.py --lr 0.1", tmp_path, code=2).stderr
+    assert "base_lr" not in error
+    refused("test.py --gpus 2", tmp_path, "did you mean --devices?")
 
 
 ZERO = [
@@ -214,11 +254,18 @@ def test_resume_with_a_damaged_config(tmp_path: Path):
 
 
 @pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
-@pytest.mark.parametrize("length", [0, CONFIG.index("width")])
+@pytest.mark.parametrize("length", [0, CONFIG.index("width"), CONFIG.index("checkpoint_frequency"), len(CONFIG) - 5])
 def test_run_with_a_truncated_config(script: str, length: int, tmp_path: Path):
-    """Its options would be taken for the defaults."""
+    """Its options would be taken for the defaults, those after the last that is fixed, too."""
     make_run(tmp_path, config=CONFIG[:length])
     refused(f"{script} train_out", tmp_path, "config.yaml", "damaged")
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.partition("\n")[2]])
+def test_an_option_that_is_fixed_on_a_resume_is_never_guessed(config: str, tmp_path: Path):
+    make_run(tmp_path, config=config.replace("width: 32\n", ""))
+    for script in ("train.py --resume", "test.py --out_dir"):
+        refused(f"{script} train_out", tmp_path, "config.yaml", "it lacks width")
 
 
 @pytest.mark.parametrize(
@@ -260,6 +307,7 @@ LATE = {
     "train.py --precision 16-mixed": ["--precision", "16-mixed"],
     "train.py --accelerator gpu --devices 33": ["--accelerator", "--devices", "33"],
     "train.py --accelerator cpu --devices 0,2": ["--devices 0,2"],
+    "train.py --data_dir .": ["--data_dir .: the digits come with scikit-learn"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],
     "test.py --out_dir train_out": ["--checkpoint", "best.ckpt"],

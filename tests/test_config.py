@@ -143,6 +143,13 @@ def test_limit_is_a_count_or_a_fraction(text: str, value: int | float):
         assert type(config.limit_train_batches) is type(value)
 
 
+@pytest.mark.parametrize("text, value", [("1e3", 1000), ("5E2", 500), ("1000", 1000)])
+def test_a_count_may_be_a_power_of_ten(text: str, value: int):
+    for config in (train(f"--max_steps {text} --width {text}"), of_file(f"max_steps: {text}\nwidth: {text}")):
+        assert (config.max_steps, config.width) == (value, value)
+        assert type(config.max_steps) is type(config.width) is int
+
+
 def test_several_loggers():
     for text in ("csv wandb", "[csv, wandb]"):
         found = of_file(f"logger_name: {text}") if "[" in text else train(f"--logger_name {text}")
@@ -339,7 +346,7 @@ def test_a_finished_run_is_not_trained_again(resume: str, capsys):
 @pytest.mark.parametrize("given", ["--resume=", "--resume= --out_dir x", "--config_path="])
 def test_an_empty_name_is_not_ignored(given: str):
     """`--resume "$RUN"`, where RUN is not set."""
-    with pytest.raises(ConfigError, match="--resume : no such run|--config_path: cannot read"):
+    with pytest.raises(ConfigError, match="--resume : no such run|--config_path : cannot be read"):
         train(given)
 
 
@@ -380,6 +387,42 @@ def test_a_resumed_run_keeps_its_name():
 def test_the_config_of_a_run_can_be_read_in_python():
     make_run("20260101-000000-job", width=7)
     assert read_config(Path("20260101-000000-job")) == TrainConfig(out_dir="job", width=7)
+
+
+def rewrite(name: str, old: str, new: str) -> None:
+    path = Path(name) / "config.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_run_stays_readable_when_the_options_in_the_code_change(capsys):
+    """An option that is gone is not needed, though its name may still be among those that a resume cannot change."""
+    make_run("20260101-000000-job", width=7)
+    rewrite("20260101-000000-job", "lr_schedule: cosine\n", "depth: 3\nkinds: [a, b]\n")
+    config = read_config(Path("20260101-000000-job"))
+    assert config == TrainConfig(out_dir="job", width=7)
+    told = capsys.readouterr().out
+    assert "config.yaml: lacks lr_schedule, which takes its default\n" in told
+    assert "config.yaml: depth is no option any more, and ignored\n" in told
+    assert "config.yaml: kinds is no option" in told and told.count("\n") == 3
+
+
+def test_the_config_of_a_run_of_this_version_is_read_without_a_word(capsys):
+    make_run("20260101-000000-job")
+    path = Path("20260101-000000-job/config.yaml")
+    path.write_text(path.read_text().rstrip())  # as an editor may leave it
+    assert read_config(path.parent) == TrainConfig(out_dir="job")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_of_an_older_version_of_the_template_is_said_to_be_one(capsys):
+    """Its config.yaml does not tell that it is whole. It is read if it has what a resume cannot change."""
+    make_run("20260101-000000-job", width=7, epochs=3)
+    path = Path("20260101-000000-job/config.yaml")
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line[0] != "#"))
+    assert read_config(path.parent) == TrainConfig(out_dir="job", width=7, epochs=3)
+    assert capsys.readouterr().out == f"config of the run {path}: is of an older version of the template\n"
 
 
 # ---- arithmetic

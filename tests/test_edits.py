@@ -72,7 +72,30 @@ def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Pa
     assert list(cwd.iterdir()) == []
 
 
+def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(program: Path, cwd: Path):
+    insert_before(program, "digits", 'torch.load(f"{config.data_dir}/train.pt")')
+    error = call(f"{program}/train.py {SMALL}", cwd, code=2).stderr
+    assert error.startswith("train.py: error: --data_dir None: ") and error.endswith(": 'None/train.pt'\n")
+
+
+def test_an_option_that_was_deleted_does_not_make_old_runs_unreadable(program: Path, cwd: Path):
+    """Also one that the code still lists among those that a resume cannot change."""
+    call(f"train.py {SMALL} --epochs 1", cwd)
+    replace(program, "dropout option", "")
+    replace(program, "use of dropout", "config.width)")
+    done = call(f"{program}/train.py --resume auto --epochs 2", cwd)
+    assert "dropout is no option any more, and ignored" in done.stdout and "finished after 8 of 8" in done.stdout
+    assert "on 380 test samples" in call(f"{program}/test.py --accelerator cpu", cwd).stdout
+
+
 # ---- mistakes
+
+
+@pytest.mark.parametrize("images", ["images[train].byte()", "images[train][:, 0]", "images[train].byte()[:, 0]"])
+def test_images_of_another_shape_or_type_are_told_what_is_expected(images: str, program: Path, cwd: Path):
+    replace(program, "training images", f"ImageDataset({images}")
+    line = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr.splitlines()[-1]
+    assert "ValueError: images: expected floating-point (samples, channels, height, width), not torch." in line
 
 
 SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (128x32 and 48x10)"
