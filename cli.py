@@ -5,6 +5,7 @@ launcher, the command line. One parser reads them all, and one config is made of
 """
 
 import argparse
+import errno
 import gc
 import logging
 import os
@@ -32,12 +33,10 @@ DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision"
 # Options, and what people call them who come from other programs.
 MEANT = {
     "base_lr": "lr learning_rate",
-    "checkpoint_interval": "save_every save_interval save_steps",
     "devices": "gpu gpus n_gpu ngpus nproc_per_node num_gpus",
     "early_stopping_patience": "early_stopping patience",
     "effective_batch_size": "batch batch_size bs global_batch_size train_batch_size",
     "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
-    "logger_name tensorboard": "tb tensorboard",
     "logger_name wandb": "use_wandb wandb",
     "max_grad_norm": "clip clip_grad clip_grad_norm grad_clip gradient_clip_val",
     "max_steps": "iterations iters max_iters num_steps steps",
@@ -45,8 +44,6 @@ MEANT = {
     "out_dir": "experiment log_dir name output output_dir run_name save_dir",
     "precision 16-mixed": "fp16",
     "precision bf16-mixed": "amp bf16 mixed_precision",
-    "val_interval": "eval_every eval_interval eval_steps",
-    "weight_decay": "wd",
 }
 
 # ---- options as words: a dict like {"seed": ["7"], "logger_name": ["csv", "wandb"]}, whatever they come from
@@ -79,31 +76,17 @@ class Parser(ArgumentParser):
         unknown = re.match("unrecognized arguments: --([^ =]+)", message)
         if unknown:
             message = f"unknown option --{unknown[1]}"
-            meant = meant_option(unknown[1], [option.name for option in fields(self.cls)])
+            name = unknown[1].lower().replace("-", "_")
+            meant = [option for option, names in MEANT.items() if name in names.split()]
+            meant += get_close_matches(name, [option.name for option in fields(self.cls)], n=1)
             if meant:
-                message += f"; did you mean --{meant}?"
+                message += f"; did you mean --{meant[0]}?"
         if message.startswith("argument --dataset"):
             message += "; recipes/data.md adds others"
         raise ConfigError(self.source + message.removeprefix("argument "))
 
     def format_help(self) -> str:
         return super().format_help().replace(" ['config']", "")  # the name of the group
-
-
-def meant_option(name: str, known: list[str]) -> str:
-    """The known option that an unknown name may stand for, with a value if the name tells it; "" if there is none."""
-    name = name.lower().replace("-", "_")
-    for meant, names in MEANT.items():
-        if name in names.split() and meant.split()[0] in known:
-            return meant
-    near = get_close_matches(name, known, n=1)
-    return near[0] if near else ""
-
-
-def as_integer(word: str) -> str:
-    """`1000` for `1e3`; any other word unchanged."""
-    is_power = re.fullmatch(r"\d+[eE]\d", word)
-    return str(int(float(word))) if is_power else word
 
 
 def may_be_none(option: Field) -> bool:
@@ -141,8 +124,8 @@ def parse(cls: type, given: dict[str, list[str]], source: str = "") -> dict:
     args = []
     for name, words in given.items():
         option = options.get(name)
-        if option and option.type in (int, int | None):
-            words = [as_integer(word) for word in words]
+        if option and option.type in (int, int | None):  # 1e3 is 1000
+            words = [f"{float(word):.0f}" if re.fullmatch(r"\d+[eE]\d", word) else word for word in words]
         if option and words == ["None"] and may_be_none(option):  # which simple_parsing does not know
             found[name] = None
         elif option and (words == ["None"] or not (words or may_be_bare(option))):
@@ -259,29 +242,29 @@ def find_run(option: str, name: str, root_dir: str) -> Path:
 
 
 def read_config(run_dir: Path) -> TrainConfig:
-    """The config that a run was trained with. If options in the code have changed since, a line names them: those that
-    are gone are ignored, new ones take their defaults. Raises ConfigError if the file is damaged, or lacks an option
-    that is fixed on a resume."""
+    """The config that a run was trained with. Options that are gone from the code are ignored; new ones take their
+    defaults, and are printed.
+
+    Raises:
+        ConfigError: The file is damaged, or lacks an option that is fixed on a resume.
+    """
     path = run_dir / "config.yaml"
     source = f"config of the run {path}: "
     words = words_of_file(path, source)
     text = path.read_text()
-    is_older = not text.startswith(CONFIG_BEGIN)
-    if not is_older and not text.rstrip().endswith(CONFIG_END):
+    if CONFIG_BEGIN not in text:
+        say(f"{source}is of an older version of the template")
+    elif CONFIG_END not in text:
         raise ConfigError(f"{source}is damaged: its last line is missing")
 
     known = {}
-    for name in sorted(asdict(TrainConfig()).keys() - {"resume", "config_path"}):
+    for name in yaml.safe_load(to_yaml(TrainConfig())):  # the options that are written today
         if name in words:
-            known[name] = words.pop(name)
+            known[name] = words[name]
         elif name in FIXED_ON_RESUME:
             raise ConfigError(f"{source}is damaged, or older than the code: it lacks {name}, and a resume must know it")
         else:
             say(f"{source}lacks {name}, which takes its default")
-    for name in words:
-        say(f"{source}{name} is no option any more, and ignored")
-    if is_older:
-        say(f"{source}is of an older version of the template")
     return TrainConfig(**parse(TrainConfig, known, source))
 
 
@@ -340,6 +323,36 @@ def parse_test(argv: list[str]) -> TestConfig:
 
 # ---- how the process begins and ends
 
+# A frame of a traceback whose file belongs to a library. The group is the library's name.
+LIBRARY_FRAME = r'  File "(?:.*(?:-packages|/python3\.\d+)/|<)(\w+).+\n(?:    .+\n)*'
+# What the words of an exception mean. A pattern with \\n also has the place in the code that it comes from: it is for
+# mistakes in the code, whose traceback is printed, too.
+HINTS = {
+    "OutOfMemoryError|MemoryError|can't allocate memory": (
+        "out of memory: try --micro_batch_size {smaller} for the same effective batch size, or a smaller model or batch"
+    ),
+    "finished reduction in the prior iteration": (
+        "parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true"
+    ),
+    r"DataLoader (worker \(|timed out)": (
+        "a data worker (--num_workers) died, or did not deliver for --timeout {timeout:g} seconds"
+    ),
+    r"(?s)^Dist\w+Error|^RuntimeError.*([Gg]loo|NCCL|Connection closed by peer)": (
+        "another process died, or did not answer for --timeout {timeout:g} seconds: see its message"
+    ),
+    r"any parameter that requires a gradient.*\n": (
+        "a frozen model needs no fabric.setup_module: call .to(fabric.device).eval()"
+    ),
+    r"Target -?\d+ is out of bounds.*\n": "a class index must be at least 0 and below the number of classes",
+    r"not NoneType\n.*\n.*data_dir": "--data_dir is not given",
+    r"IndexError.*\n.*\n.*dataset\[0\]": "is the dataset empty?",
+    r"'(train|val|test|NoneType)'.*\n.*\n.*datasets.*\[": "build_datasets must return a dict of train, val and test",
+    r"\n.*\n.*setup_module\(": "build_model must return an nn.Module",
+    r"\n.*\n.*= build_metrics\(": "build_metrics must return metrics of torchmetrics",
+    r"\n.*\n.*= compute_loss\(": "compute_loss must return three: a dict of means, the number of samples, a tuple",
+    r"\n.*\n.*metrics\.update\(": "compute_loss must return, third, the arguments of metrics.update",
+}
+
 
 def parse_or_exit(parse: Callable) -> Any:
     """Parses the command line of this process. A mistake ends the process with one line. Also prepares the process:
@@ -383,33 +396,46 @@ def run(main: Callable, config: Any) -> NoReturn:
         cause: BaseException = error
         if "inline_container" in str(error):  # torch.save hides the cause, such as a full disk
             cause = next((failure for failure in chain if isinstance(failure, OSError)), error)
-        hint = advice(error, config)
-        if not hint and not getattr(cause, "errno", None):  # an error of the system, such as a full disk, needs none
-            traceback.print_exception(error)
         what = f"{type(cause).__name__}: {cause}".strip()
-        if "Original Traceback" in what:  # of a data worker, printed above
+        if "Original Traceback" in what:  # of a data worker
             what = what.splitlines()[-1]
+        hint = advice(error, config)
+        # An error of the system, such as a full disk, needs no traceback; a file may be missing by mistake of the code.
+        if not hint and getattr(cause, "errno", None) in (None, errno.ENOENT):
+            frames = folded_frames(error)
+            if "FULL_TRACEBACK" in os.environ:
+                traceback.print_exception(error)
+            else:
+                sys.stderr.write("".join(["Traceback (most recent call last):\n", *frames[-8:]]))
+            own = [frame for frame in frames if "File" in frame]
+            hint = [
+                *advice(error, config, "\n" + own[-1]),
+                "all frames are in train.log, or shown with FULL_TRACEBACK=1",
+            ]
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 
-def advice(error: Exception, config: Any) -> list[str]:
-    """The cause and the remedy of a failure that is not a bug; [] for any other failure."""
-    text = f"{type(error).__name__}: {error}"
-    if re.search("OutOfMemoryError|MemoryError|can't allocate memory", text):
-        share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
-        used = getattr(config, "micro_batch_size", 1) or share
-        smaller = [size for size in range(1, used) if share % size == 0]
-        if smaller:
-            return [f"out of memory: try --micro_batch_size {smaller[-1]} for the same effective batch size, "
-                    "or a smaller model"]  # fmt: skip
-        return ["out of memory: try smaller batches, or a smaller model"]
-    if "finished reduction in the prior iteration" in text:
-        return ["parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true"]
-    waited = f"for --timeout {config.timeout:g} seconds"
-    if re.search(r"DataLoader (worker \(|timed out)", text):
-        return [f"a data worker (--num_workers) died, or did not deliver {waited}"]
-    if "WORLD_SIZE" in os.environ and re.match(r"(?is)(runtime|dist\w+)error.*(gloo|nccl|connect|timed? ?out)", text):
-        return [f"another process died, or did not answer {waited}: see its message"]
+def folded_frames(error: Exception) -> list[str]:
+    """The frames of a traceback, also those of a data worker, with a line for the frames of libraries in a row."""
+
+    def fold(frames: re.Match) -> str:
+        packages = re.findall(LIBRARY_FRAME, frames[0])
+        return f"  ... {len(packages)} frames of {', '.join(dict.fromkeys(packages))}\n"
+
+    text = "".join(traceback.format_exception(error, chain=False))
+    folded = re.sub(f"(?:{LIBRARY_FRAME})+", fold, text)
+    return re.findall(r"  File .+\n(?:    .+\n)?|  \.\.\. .+\n", folded)
+
+
+def advice(error: Exception, config: Any, frame: str = "") -> list[str]:
+    """What an exception means, if that is in HINTS; otherwise []. `frame` is the place in the code."""
+    text = f"{type(error).__name__}: {error}{frame}"
+    share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
+    used = getattr(config, "micro_batch_size", 1) or share
+    smaller = [size for size in range(1, used) if share % size == 0] or [1]
+    for pattern, hint in HINTS.items():
+        if re.search(pattern, text):
+            return [hint.format(smaller=smaller[-1], timeout=config.timeout)]
     return []
 
 

@@ -60,9 +60,8 @@ class ImageDataset(Dataset):
     """
 
     def __init__(self, images: Tensor, targets: Tensor, num_classes: int, shift: int = 0):
-        if images.ndim != 4 or not images.is_floating_point():
-            found = f"{images.dtype} of the shape {tuple(images.shape)}"
-            raise ValueError(f"images: expected floating-point (samples, channels, height, width), not {found}")
+        if images.ndim != 4:
+            raise ValueError(f"images: expected (samples, channels, height, width), not {tuple(images.shape)}")
         self.images = images
         self.targets = targets
         self.num_classes = num_classes

@@ -171,7 +171,7 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str]) -> None:
         raise RunError(f"compute_loss: `loss` is {loss.item()} in the first step")
     names = [f"train/{name}" for name in (*values, "grad_norm")] + [f"val/{name}" for name in val_names]
     if monitor not in names:
-        raise ConfigError(f"--monitor {monitor}: choose from {', '.join(names)}")
+        raise ConfigError(f"--monitor {monitor}: choose from {', '.join(names)}; val/ needs validation samples")
 
 
 def check_finite(loss: float, step: int) -> None:

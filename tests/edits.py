@@ -13,6 +13,7 @@ POINTS = {
     "functions": ("train.py", "def build_model("),
     "image shape": ("train.py", "image, _ = dataset[0]"),
     "use of dropout": ("train.py", "config.width, config.dropout)"),
+    "model": ("train.py", "    return Model("),
     "batch": ("train.py", "    images, targets = batch\n"),
     "logits": ("train.py", "logits = model(images)"),
     "values": ("train.py", '{"loss": F.cross_entropy(logits, targets)}'),

@@ -197,7 +197,7 @@ def test_ddp_orders_its_buckets_once(is_ordered: bool, expected: str, group):
 
 
 def test_ddp_says_this_of_parameters_without_a_gradient(group):
-    """cli.advice knows it by these words."""
+    """cli.HINTS has these words."""
     ddp = DistributedDataParallel(nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1)}))
     ddp.forward = lambda inputs: DistributedDataParallel.forward(ddp, inputs)
     ddp.module.forward = lambda inputs: ddp.module["used"](inputs)

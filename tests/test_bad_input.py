@@ -107,6 +107,7 @@ MEANT = {
     "--Epochs 3": "epochs",
     "--max-steps 3": "max_steps",
     "--gpus 2": "devices",
+    "--grad_clip 1": "max_grad_norm",
     "--wandb": "logger_name wandb",
     "--bf16": "precision bf16-mixed",
     "--fp16 true": "precision 16-mixed",
@@ -122,13 +123,6 @@ MEANT = {
 def test_an_option_of_another_program_names_the_one_that_is_meant(options: str, tmp_path: Path):
     name = options.split()[0].partition("=")[0]
     refused(f"train.py {options}", tmp_path, f"error: unknown option {name}; did you mean --{MEANT[options]}?")
-
-
-def test_an_option_of_train_py_is_not_suggested_for_test_py(tmp_path: Path):
-    refused("test.py --lr 0.1", tmp_path, "unknown option --lr")
-    error = call("test.py --lr 0.1", tmp_path, code=2).stderr
-    assert "base_lr" not in error
-    refused("test.py --gpus 2", tmp_path, "did you mean --devices?")
 
 
 ZERO = [

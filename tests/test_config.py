@@ -404,8 +404,7 @@ def test_a_run_stays_readable_when_the_options_in_the_code_change(capsys):
     assert config == TrainConfig(out_dir="job", width=7)
     told = capsys.readouterr().out
     assert "config.yaml: lacks lr_schedule, which takes its default\n" in told
-    assert "config.yaml: depth is no option any more, and ignored\n" in told
-    assert "config.yaml: kinds is no option" in told and told.count("\n") == 3
+    assert told.count("\n") == 1
 
 
 def test_the_config_of_a_run_of_this_version_is_read_without_a_word(capsys):
