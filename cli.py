@@ -42,8 +42,7 @@ MEANT = {
     "max_steps": "iterations iters max_iters num_steps steps",
     "micro_batch_size": "accumulate_grad_batches grad_accum gradient_accumulation_steps per_device_train_batch_size",
     "out_dir": "experiment log_dir name output output_dir run_name save_dir",
-    "precision 16-mixed": "fp16",
-    "precision bf16-mixed": "amp bf16 mixed_precision",
+    "precision bf16-mixed": "amp bf16 fp16 mixed_precision",
 }
 
 # ---- options as words: a dict like {"seed": ["7"], "logger_name": ["csv", "wandb"]}, whatever they come from
@@ -76,7 +75,7 @@ class Parser(ArgumentParser):
         unknown = re.match("unrecognized arguments: --([^ =]+)", message)
         if unknown:
             message = f"unknown option --{unknown[1]}"
-            name = unknown[1].lower().replace("-", "_")
+            name = unknown[1].replace("-", "_")
             meant = [option for option, names in MEANT.items() if name in names.split()]
             meant += get_close_matches(name, [option.name for option in fields(self.cls)], n=1)
             if meant:
@@ -221,22 +220,27 @@ def is_local_zero() -> bool:
 # ---- which run is meant
 
 
-def newest_run(name: str, root_dir: str) -> Path | None:
-    """The newest run whose directory is named by a timestamp and `name`; None if there is none."""
+def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | None:
+    """The newest run that has this file, and whose directory is named by a timestamp and `name`; None if there is
+    none."""
     base = Path(root_dir) / name
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
-    folders = [file.parent for file in base.parent.glob("*/config.yaml")]
-    return max((folder for folder in folders if pattern.fullmatch(folder.name)), default=None)
+    folders = [folder for folder in base.parent.glob("*/") if pattern.fullmatch(folder.name)]
+    return max((folder for folder in folders if any(folder.glob(file))), default=None)
 
 
-def find_run(option: str, name: str, root_dir: str) -> Path:
-    """The run directory with this path or name, or the newest with a timestamp and this name. Raises ConfigError."""
+def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -> Path:
+    """The run directory with this path or name, or the newest with a timestamp and this name: if possible, one that has
+    this file. Raises ConfigError."""
     for path in (Path(root_dir) / name, Path(name)):
         if os.path.isfile(path / "config.yaml"):  # False, not an error, if the directory is not readable
             return path
-    run_dir = newest_run(name, root_dir)
-    if run_dir is None:
+    newest = newest_run(name, root_dir)
+    if newest is None:
         raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
+    run_dir = newest_run(name, root_dir, file) or newest
+    if run_dir != newest:
+        say(f"{option} {name}: {newest} has no {file}, and is passed over")
     say(f"{option} {name}: {run_dir} is the newest run of that name")
     return run_dir
 
@@ -318,7 +322,10 @@ def parse_train(argv: list[str]) -> TrainConfig:
 def parse_test(argv: list[str]) -> TestConfig:
     """The config of test.py. Its `out_dir` is the path of the run. Raises ConfigError."""
     config = TestConfig(**parse(TestConfig, words_of_launcher() | words_of(argv)))
-    return replace(config, out_dir=str(find_run("--out_dir", config.out_dir, config.root_dir)))
+    name = "*" if config.checkpoint == "last" else config.checkpoint.removesuffix(".ckpt")
+    return replace(
+        config, out_dir=str(find_run("--out_dir", config.out_dir, config.root_dir, f"checkpoints/{name}.ckpt"))
+    )
 
 
 # ---- how the process begins and ends
@@ -348,7 +355,6 @@ HINTS = {
     r"IndexError.*\n.*\n.*dataset\[0\]": "is the dataset empty?",
     r"'(train|val|test|NoneType)'.*\n.*\n.*datasets.*\[": "build_datasets must return a dict of train, val and test",
     r"\n.*\n.*setup_module\(": "build_model must return an nn.Module",
-    r"\n.*\n.*= build_metrics\(": "build_metrics must return metrics of torchmetrics",
     r"\n.*\n.*= compute_loss\(": "compute_loss must return three: a dict of means, the number of samples, a tuple",
     r"\n.*\n.*metrics\.update\(": "compute_loss must return, third, the arguments of metrics.update",
 }
@@ -406,12 +412,10 @@ def run(main: Callable, config: Any) -> NoReturn:
             if "FULL_TRACEBACK" in os.environ:
                 traceback.print_exception(error)
             else:
-                sys.stderr.write("".join(["Traceback (most recent call last):\n", *frames[-8:]]))
+                sys.stderr.write("Traceback (most recent call last):\n" + "".join(frames[-8:]))
             own = [frame for frame in frames if "File" in frame]
-            hint = [
-                *advice(error, config, "\n" + own[-1]),
-                "all frames are in train.log, or shown with FULL_TRACEBACK=1",
-            ]
+            hint = advice(error, config, f"\n{own[-1]}")
+            hint.append("all frames are in train.log, or shown with FULL_TRACEBACK=1")
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 

@@ -132,14 +132,13 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
 
 def find_checkpoint(run_dir: Path, name: str) -> Path:
     """The file that `--checkpoint` means. Raises ConfigError if there is none, RunError if it is damaged."""
+    places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
+    found = [path for path in places if path.is_file()]
     if name == "last":
         found = checkpoints_of(run_dir)
-    else:
-        places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
-        found = [path for path in places if path.is_file()]
     if not found:
-        place = run_dir / "checkpoints" / f"{name}.ckpt"
-        raise ConfigError(f"--checkpoint {name}: neither {place} nor a file of that name; `last` may do")
+        others = [path.name for path in checkpoints_of(run_dir)]
+        raise ConfigError(f"--checkpoint {name}: no {places[0]}; the checkpoints of this run are {others}")
     if not load_meta(found[0]):
         raise RunError(f"--checkpoint {name}: {found[0]} is damaged; another checkpoint may do")
     return found[0]

@@ -104,13 +104,12 @@ MEANT = {
     "--learning_rate 0.1": "base_lr",
     "--learning-rate=0.1": "base_lr",
     "--num_epochs 3": "epochs",
-    "--Epochs 3": "epochs",
     "--max-steps 3": "max_steps",
     "--gpus 2": "devices",
     "--grad_clip 1": "max_grad_norm",
     "--wandb": "logger_name wandb",
     "--bf16": "precision bf16-mixed",
-    "--fp16 true": "precision 16-mixed",
+    "--fp16 true": "precision bf16-mixed",
     "--gradient_accumulation_steps 4": "micro_batch_size",
     "--warmup 3": "warmup_epochs",
     "--workers 3": "num_workers",
@@ -304,7 +303,8 @@ LATE = {
     "train.py --data_dir .": ["--data_dir .: the digits come with scikit-learn"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],
-    "test.py --out_dir train_out": ["--checkpoint", "best.ckpt"],
+    "test.py --out_dir train_out": ["--checkpoint", "best.ckpt", "the checkpoints of this run are []"],
+    "test.py --out_dir train_out --checkpoint last": ["--checkpoint last: ", "the checkpoints of this run are []"],
 }
 
 

@@ -165,12 +165,6 @@ def with_datasets(program: Path, change: str) -> None:
         ("model", "    Model(", "model = fabric.setup_module(model)", "build_model must return an nn.Module"),
         ("logits", "return F.cross_entropy(model(images), targets)", "= compute_loss(model, batch, config)", OF_LOSS),
         ("logits", "return None", "= compute_loss(model, batch, config)", OF_LOSS),
-        (
-            "build_metrics",
-            "def build_metrics(*_):\n    pass\n\n\ndef unused(",
-            "= build_metrics(",
-            "must return metrics",
-        ),
     ],
 )
 def test_a_mistake_is_told_with_its_place_in_at_most_20_lines(

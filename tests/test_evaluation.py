@@ -290,6 +290,30 @@ def test_the_default_checkpoint_is_named_where_the_model_has_changed_since(finis
     assert error.startswith("test.py: error: --checkpoint best: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("options, has", [("", "best.ckpt"), ("--checkpoint last", "*.ckpt"),
+                                          ("--checkpoint step-00000020", "step-00000020.ckpt"),
+                                          ("--checkpoint step-00000020.ckpt", "step-00000020.ckpt")])  # fmt: skip
+def test_a_run_that_failed_before_its_first_checkpoint_hides_no_older_one(
+    options: str, has: str, finished: Path, tmp_path: Path
+):
+    """A name means the newest run that has the checkpoint asked for; those passed over are said."""
+    good = Path(shutil.copytree(finished, tmp_path / finished.name))
+    failed = tmp_path / "29990101-000000-train_out"
+    (failed / "checkpoints").mkdir(parents=True)
+    shutil.copy(finished / "config.yaml", failed)
+    done = call(f"test.py --accelerator cpu {options}", tmp_path)
+    assert f"--out_dir train_out: {failed.name} has no checkpoints/{has}, and is passed over\n" in done.stdout
+    assert f"{good.name} is the newest run of that name" in done.stdout and "on 380 test samples" in done.stdout
+    error = call(f"test.py --accelerator cpu --out_dir {failed.name} {options}", tmp_path, code=2).stderr
+    assert "the checkpoints of this run are []" in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_that_no_run_has_is_answered_with_those_of_the_newest(finished: Path, tmp_path: Path):
+    shutil.copytree(finished, tmp_path / finished.name)
+    error = call("test.py --accelerator cpu --checkpoint step-7", tmp_path, code=2).stderr
+    assert "--checkpoint step-7: no " in error and "this run are ['step-00000020.ckpt', " in error
+
+
 def test_a_run_is_evaluated_from_inside(finished: Path, tmp_path: Path):
     cwd = shutil.copytree(finished, tmp_path / finished.name)
     assert "--out_dir ." in call("train.py --resume . --epochs 11 --early_stopping_patience 1", cwd).stdout
