@@ -5,7 +5,6 @@ launcher, the command line. One parser reads them all, and one config is made of
 """
 
 import argparse
-import errno
 import gc
 import logging
 import os
@@ -48,15 +47,6 @@ MEANT = {
 # ---- options as words: a dict like {"seed": ["7"], "logger_name": ["csv", "wandb"]}, whatever they come from
 
 
-class HelpFormatter(SimpleHelpFormatter):
-    """Shows options that may be None as `--comment str`, not as `--comment [str]`: they need a value."""
-
-    def _format_args(self, action, default_metavar):
-        text = super()._format_args(action, default_metavar)
-        needs_value = action.nargs == argparse.OPTIONAL and action.const is None
-        return text.strip("[]") if needs_value else text
-
-
 class Parser(ArgumentParser):
     """Parses the options of a TrainConfig or TestConfig.
 
@@ -66,7 +56,7 @@ class Parser(ArgumentParser):
     """
 
     def __init__(self, cls: type, source: str):
-        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter)
+        super().__init__(allow_abbrev=False, formatter_class=SimpleHelpFormatter)
         self.cls = cls
         self.source = source
 
@@ -174,14 +164,13 @@ def to_yaml(config: TrainConfig) -> str:
 
 @contextmanager
 def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Turns an exception of these kinds into a ConfigError that names the options: those whose value differs from their
-    default or is None; if there are none, all."""
+    """Turns an exception of these kinds into a ConfigError that names the options: those that differ from their
+    default; if there are none, all."""
     try:
         yield
     except kinds as error:
-        values = {name: getattr(config, name) for name in options}
-        given = {name for name, value in values.items() if value is None or value != getattr(type(config), name)}
-        words = [f"--{name} {value}" for name, value in values.items() if name in given or not given]
+        given = [name for name in options if getattr(config, name) != getattr(config.__class__, name)]
+        words = [f"--{name} {getattr(config, name)}" for name in given or options]
         raise ConfigError(f"{' '.join(words)}: {error}") from error
 
 
@@ -406,8 +395,7 @@ def run(main: Callable, config: Any) -> NoReturn:
         if "Original Traceback" in what:  # of a data worker
             what = what.splitlines()[-1]
         hint = advice(error, config)
-        # An error of the system, such as a full disk, needs no traceback; a file may be missing by mistake of the code.
-        if not hint and getattr(cause, "errno", None) in (None, errno.ENOENT):
+        if not hint and not getattr(cause, "errno", None):  # an error of the system, such as a full disk, needs none
             frames = folded_frames(error)
             if "FULL_TRACEBACK" in os.environ:
                 traceback.print_exception(error)

@@ -24,7 +24,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cli import DEVICE_OPTIONS, as_config_error, is_local_zero, say
+from cli import DEVICE_OPTIONS, as_config_error, is_local_zero
 from config import PER_HOST_OPTIONS, ConfigError, RunError
 
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
@@ -172,8 +172,6 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
         raise ConfigError(f"{asked}, but the launcher has started {started}")
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
         die_with_launcher()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-        say("torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, otherwise a restart may hang")
 
     def start(fabric: Fabric) -> int:
         other = differing_rank(fabric, fingerprint(config))

@@ -118,11 +118,6 @@ class Console:
 # ---- loggers
 
 
-def is_row(line: dict) -> bool:
-    """Whether a line of metrics.csv has a value for each column, and a step."""
-    return None not in line and None not in line.values() and line.get("step", "").isdecimal()
-
-
 class CSVLogger:
     """Writes a row per logged step to metrics.csv. Fabric's CSVLogger would delete the file of a resumed run."""
 
@@ -134,13 +129,12 @@ class CSVLogger:
         resources.callback(lambda: self.file.close())
 
     def read(self) -> list[dict]:
-        """The rows of the file, without the last one if it was cut. If other lines cannot be read, as after a
-        spreadsheet has saved it with semicolons, a copy of the file is kept under another name."""
+        """The rows of the file. If it has other lines, as after a spreadsheet has saved it with semicolons, or after a
+        row was cut, a copy of the file is kept under another name."""
         text = self.path.read_text("utf-8-sig", errors="replace").rstrip("\0")  # zeros: of a power failure
         lines = list(csv.DictReader(text.splitlines()))
-        if lines and None in lines[-1].values():  # it has too few values
-            lines.pop()
-        rows = [line for line in lines if is_row(line)]
+        whole = [line for line in lines if None not in line and None not in line.values()]
+        rows = [line for line in whole if line.get("step", "").isdecimal()]
         if len(rows) < len(lines):
             copy = self.path.with_suffix(time.strftime(".unreadable-%Y%m%d-%H%M%S.csv"))
             shutil.copy(self.path, copy)

@@ -156,52 +156,49 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict) 
         then: Its description, as built in the process that has saved the checkpoint.
 
     Raises:
-        ValueError: Its class or parameters are others, or a group with a state of its own is gone.
+        ValueError: Its class or parameters are others, or a group with values of its own is gone.
     """
     if now["class"] != then["class"]:
         raise ValueError(f"an optimizer is of class {now['class']}, in the checkpoint {then['class']}")
-    numbers = {then["names"][name]: now["names"][name] for name in then["names"].keys() & now["names"].keys()}
-    if numbers.keys() != set(then["names"].values()) or set(numbers.values()) != set(now["names"].values()):
-        others = sorted(then["names"].keys() ^ now["names"].keys())
+    old = then["names"]
+    new = now["names"]
+    numbers = {old[name]: new[name] for name in old.keys() & new.keys()}
+    if set(numbers) != set(old.values()) or set(numbers.values()) != set(new.values()):
+        others = sorted(old.keys() ^ new.keys())
         raise ValueError(f"an optimizer trains other parameters than in the checkpoint: {', '.join(others)}")
-
-    old_settings = then["settings"]
     if saved.keys() == {"state", "param_groups"}:
-        old_groups = {}
-        for group, settings in zip(saved["param_groups"], old_settings, strict=True):
-            old_groups[frozenset(numbers[number] for number in group["params"])] = (group, settings)
-        groups = []
-        old_settings = []
-        for built, built_settings in zip(optimizer.state_dict()["param_groups"], now["settings"], strict=True):
-            group, settings = old_groups.pop(frozenset(built["params"]), (built, built_settings))
-            groups.append(group | {"params": built["params"]})
-            old_settings.append(settings)
-        for group, settings in old_groups.values():
-            own = {key for key in group if settings.get(key) != group[key]} - {"params", "lr"}
-            if own:
-                raise ValueError(f"an optimizer has no group for the {', '.join(own)} of a group in the checkpoint")
+        groups = merge_settings(optimizer, saved["param_groups"], then["settings"], numbers)
         state = {numbers[number]: values for number, values in saved["state"].items()}
         saved = {"state": state, "param_groups": groups}
-    elif any(numbers[number] != number for number in numbers):
-        raise ValueError(f"the parameters of {then['class']} must keep their order, as its state_dict is its own")
+    elif old != new or now["settings"] != then["settings"]:
+        raise ValueError(f"{then['class']} has a state_dict of its own: its parameters and settings cannot change")
     optimizer.load_state_dict(saved)
-    apply_changed_settings(optimizer, now["settings"], old_settings)
 
 
-def apply_changed_settings(optimizer: Optimizer, built: list[dict], saved: list[dict]) -> None:
-    """Applies the settings that the options or the code have changed since the checkpoint. Everything else, including
-    what an optimizer itself keeps in its groups, stays as restored.
+def merge_settings(optimizer: Optimizer, saved: list[dict], settings: list[dict], numbers: dict) -> list[dict]:
+    """The groups of an optimizer as built, with the values that the optimizer had put or changed there by itself before
+    the checkpoint. So a setting that has changed since then in the options or the code is the new one.
 
     Args:
-        optimizer: The restored optimizer.
-        built: The settings of each group as built in this process.
-        saved: The settings of each group as built in the process that has saved the checkpoint.
+        optimizer: The optimizer, as built.
+        saved: The groups in the checkpoint.
+        settings: Their settings, as built in the process that has saved it.
+        numbers: The number of each parameter by the number that it had there.
+
+    Raises:
+        ValueError: A group with such values has no counterpart of the same parameters.
     """
-    for group, now, then in zip(optimizer.param_groups, built, saved, strict=False):
-        for key, value in now.items():
-            if then.get(key) != value:
-                group[key] = value
-    optimizer.load_state_dict(optimizer.state_dict())  # moves `step` to the device if `fused` has changed
+    own_values = {}
+    for group, built in zip(saved, settings, strict=True):
+        own = {key: value for key, value in group.items() if key not in built or built[key] != value}
+        own_values[frozenset(numbers[number] for number in own.pop("params"))] = own
+    groups = []
+    for group in optimizer.state_dict()["param_groups"]:
+        groups.append(group | own_values.pop(frozenset(group["params"]), {}))
+    lost = {key for own in own_values.values() for key in own} - {"lr"}  # the loop sets lr in each step
+    if lost:
+        raise ValueError(f"an optimizer has no group for the {', '.join(lost)} of a group in the checkpoint")
+    return groups
 
 
 def from_format_1(about: dict, saved: dict, state: dict, optimizers: dict) -> dict:
@@ -347,7 +344,7 @@ class RunDir:
 
     def start(self, step: int, console: Console) -> None:
         """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
-        describe_optimizers(self.state)  # fails if the first step has replaced a parameter
+        optimizers = describe_optimizers(self.state)  # fails if the first step has replaced a parameter
         if self.config.fast_run:
             console.print("run directory none: --fast_run writes nothing")
             return
@@ -370,15 +367,11 @@ class RunDir:
         self.resources.push(self.close)
         console.open_log(self.path)
         console.print(f"run directory {self.path}{self.origin}")
-        for name in self.untrained():
-            console.print(f"{name} has a gradient, and no optimizer in `state`")
+        trained = {name for optimizer in optimizers.values() for name in optimizer["names"]}
+        for name, tensor in named_tensors(self.state).items():
+            if tensor.grad is not None and name not in trained:
+                console.print(f"{name} has a gradient, and no optimizer in `state`")
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
-
-    def untrained(self) -> list[str]:
-        """The names of parameters that have a gradient, but no optimizer."""
-        trained = {name for optimizer in describe_optimizers(self.state).values() for name in optimizer["names"]}
-        tensors = named_tensors(self.state)
-        return [name for name, tensor in tensors.items() if tensor.grad is not None and name not in trained]
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. If the name is taken, waits for the next second."""

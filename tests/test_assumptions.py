@@ -17,12 +17,11 @@ import lightning.fabric.strategies.ddp as fabric_ddp
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import NO_SHARED_STORE, children, run, wait_for
+from conftest import children, run, wait_for
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import DDPStrategy
-from simple_parsing import ArgumentParser, SimpleHelpFormatter
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -379,22 +378,17 @@ FABRIC_RUN = "fabric run --accelerator cpu --devices 1 --num-nodes 1 --strategy 
 OF_FABRIC = {"LT_ACCELERATOR": "cpu", "LT_DEVICES": "1", "LT_NUM_NODES": "1", "LT_STRATEGY": "ddp"}
 OF_FABRIC |= {"LT_PRECISION": "64-true", "LT_CLI_USED": "1"}
 OF_TORCHRUN = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-OF_TORCHRUN |= {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.mark.parametrize(
-    "launcher, given, expected",
-    [
-        (FABRIC_RUN, {}, OF_TORCHRUN | OF_FABRIC),
-        ("torchrun --nproc_per_node 1", {}, OF_TORCHRUN),
-        ("torchrun --nproc_per_node 1", NO_SHARED_STORE, {"TORCHELASTIC_USE_AGENT_STORE": "False"}),
-    ],
+    "launcher, expected",
+    [(FABRIC_RUN, OF_TORCHRUN | OF_FABRIC), ("torchrun --nproc_per_node 1", OF_TORCHRUN)],
 )
-def test_launchers_set_these_variables(launcher: str, given: dict, expected: dict, tmp_path):
-    """cli.words_of_launcher reads the devices of them, cli.end the rank, launch.launch whether a restart may hang, and
-    launch.die_with_launcher whether it is torchrun."""
+def test_launchers_set_these_variables(launcher: str, expected: dict, tmp_path):
+    """cli.words_of_launcher reads the devices of them, cli.end the rank, and launch.die_with_launcher whether it is
+    torchrun."""
     (tmp_path / "tells.py").write_text(TELLS)
-    found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path, **given).stdout)
+    found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path).stdout)
     assert {name: found.get(name) for name in expected} == expected
     assert found["TORCHELASTIC_RUN_ID"]
 
@@ -446,15 +440,6 @@ def test_the_hyperparameters_of_tensorboard_are_three_summaries_for_one_event_fi
 
 
 # ---- simple_parsing and argparse
-
-
-def test_the_help_of_an_option_is_made_by_the_method_that_is_overridden(capsys):
-    """cli.HelpFormatter: simple_parsing would show an option that needs a value as one that does not."""
-    for formatter, shown in ((SimpleHelpFormatter, "--comment [str] "), (cli.HelpFormatter, "--comment str ")):
-        parser = ArgumentParser(formatter_class=formatter)
-        parser.add_arguments(TrainConfig, dest="config")
-        parser.print_help()
-        assert shown in capsys.readouterr().out
 
 
 def test_simple_parsing_reports_a_bad_value_on_a_logger_of_this_name(caplog):

@@ -52,11 +52,6 @@ def test_torchrun_passes_a_signal_on_and_the_run_is_saved(terminated):
     assert f"stopped by a signal after {newest(cwd)} of" in output and "resumed from" not in output
 
 
-def test_torchrun_with_restarts_but_without_the_variable_that_they_need_warns_in_one_line(terminated):
-    """In torch 2.13 a restarted rank may read the address of a dead one."""
-    assert terminated[1].count("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 1
-
-
 def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(whole, tmp_path):
     command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {REPO / LONG} --resume auto"
     process = start(command, tmp_path, **NO_SHARED_STORE)
