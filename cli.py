@@ -165,12 +165,13 @@ def to_yaml(config: TrainConfig) -> str:
 @contextmanager
 def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Turns an exception of these kinds into a ConfigError that names the options: those that differ from their
-    default; if there are none, all."""
+    default or are None; if there are none, all."""
     try:
         yield
     except kinds as error:
-        given = [name for name in options if getattr(config, name) != getattr(config.__class__, name)]
-        words = [f"--{name} {getattr(config, name)}" for name in given or options]
+        values = {name: getattr(config, name) for name in options}
+        given = [name for name in options if values[name] is None or values[name] != getattr(type(config), name)]
+        words = [f"--{name} {values[name]}" for name in given or options]
         raise ConfigError(f"{' '.join(words)}: {error}") from error
 
 
@@ -395,7 +396,8 @@ def run(main: Callable, config: Any) -> NoReturn:
         if "Original Traceback" in what:  # of a data worker
             what = what.splitlines()[-1]
         hint = advice(error, config)
-        if not hint and not getattr(cause, "errno", None):  # an error of the system, such as a full disk, needs none
+        # An error of the system, such as a full disk, needs no traceback; but a file may be missing (2) by a mistake.
+        if not hint and getattr(cause, "errno", None) in (None, 2):
             frames = folded_frames(error)
             if "FULL_TRACEBACK" in os.environ:
                 traceback.print_exception(error)

@@ -87,8 +87,7 @@ class PlainMixedPrecision(MixedPrecision):
             self.has_stepped = False
 
     def state_dict(self) -> dict:
-        if self.scaler is not None:
-            self.update_scale()
+        self.update_scale()
         return super().state_dict()
 
 

@@ -133,8 +133,7 @@ class CSVLogger:
         row was cut, a copy of the file is kept under another name."""
         text = self.path.read_text("utf-8-sig", errors="replace").rstrip("\0")  # zeros: of a power failure
         lines = list(csv.DictReader(text.splitlines()))
-        whole = [line for line in lines if None not in line and None not in line.values()]
-        rows = [line for line in whole if line.get("step", "").isdecimal()]
+        rows = [line for line in lines if None not in (*line, *line.values()) and line.get("step", "").isdecimal()]
         if len(rows) < len(lines):
             copy = self.path.with_suffix(time.strftime(".unreadable-%Y%m%d-%H%M%S.csv"))
             shutil.copy(self.path, copy)

@@ -446,7 +446,8 @@ class RunDir:
         norm_of_rank_0 = self.fabric.broadcast(norm)
         other = differing_rank(self.fabric, math.isclose(norm, norm_of_rank_0, rel_tol=1e-5))
         if other:
-            raise RunError(f"the weights of {other} are not those of rank 0 after step {step}")
+            cause = "do random numbers differ that are drawn outside compute_loss? inside, the step seeds them"
+            raise RunError(f"the weights of {other} are not those of rank 0 after step {step}: {cause}")
         if not math.isfinite(norm_of_rank_0):
             raise RunError(f"the weights are not finite after step {step}")
 

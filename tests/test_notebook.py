@@ -7,7 +7,7 @@ from conftest import REPO, call, kill_group, newest, run, run_dir, start, wait_f
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """
-import glob, os, signal, sys, threading
+import glob, os, signal, sys, threading, time
 sys.path.insert(0, PROGRAM)
 import torch
 from train import main
@@ -35,8 +35,13 @@ def tracker():  # Python's own process, for shared memory; it stays
     return [str(resource_tracker._resource_tracker._pid)]
 
 def left_behind():
-    now = state()
-    return {name: now[name] for name in now if now[name] != before[name]}
+    for _ in range(100):  # the thread of a closed queue ends by itself
+        now = state()
+        left = {name: now[name] for name in now if now[name] != before[name]}
+        if not left:
+            break
+        time.sleep(0.1)
+    return left
 
 before = state()
 """
