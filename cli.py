@@ -405,7 +405,7 @@ def run(main: Callable, config: Any) -> NoReturn:
                 sys.stderr.write("Traceback (most recent call last):\n" + "".join(frames[-8:]))
             own = [frame for frame in frames if "File" in frame]
             hint = advice(error, config, f"\n{own[-1]}")
-            hint.append("all frames are in train.log, or shown with FULL_TRACEBACK=1")
+            hint.append("all frames are in train.log, if the run has one, or shown with FULL_TRACEBACK=1")
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 

@@ -194,7 +194,7 @@ def test_weights_that_differ_between_the_ranks_are_not_saved(program: Path, cwd:
     insert_before(program, "set up model", "model.layers[0].requires_grad_(False)")
     insert_after(program, "step is done", "model.module.layers[0].requires_grad_(step > 4)")
     error = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=1).stderr
-    assert re.search("the weights of rank 1 on .* are not those of rank 0 after step 8: do random numbers differ", error)
+    assert re.search("the weights of rank 1 on .* are not those of rank 0 after step 8: do random", error)
     assert [path.name for path in sorted((run_dir(cwd) / "checkpoints").iterdir())] == [
         "best.ckpt",
         "step-00000004.ckpt",
