@@ -329,10 +329,6 @@ class RunDir:
     def restored(self, current: Any, saved: Any) -> Any:
         """An entry of `state` with the value from a checkpoint."""
         if isinstance(current, Tensor) and isinstance(saved, Tensor):
-            if current.shape != saved.shape:
-                raise ValueError(
-                    f"a tensor has the shape {tuple(current.shape)}, in the checkpoint {tuple(saved.shape)}"
-                )
             current.data = saved.to(current.device)  # in place: the loop may have a reference to it
         elif not hasattr(current, "state_dict"):
             return self.fabric.to_device(saved)

@@ -105,7 +105,34 @@ def test_what_an_optimizer_keeps_in_a_group_goes_to_the_group_of_the_same_parame
         rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
 
 
+def test_a_tensor_that_has_grown_is_restored(program, tmp_path):
+    """It is not trained: its shape may depend on the step."""
+    insert_before(program, "state", '"seen": torch.zeros(0),')
+    insert_before(program, "step is done", 'state["seen"] = torch.cat([state["seen"], torch.tensor([float(step)])])')
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    for epochs in (1, 2):
+        call(f"{program}/train.py {CONSTANT} --resume auto --epochs {epochs}", cwd)
+    saved = torch.load(run_dir(cwd) / "checkpoints" / "step-00000008.ckpt", weights_only=True)
+    assert saved["seen"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 # ---- what does not fit
+
+
+def test_a_trained_tensor_of_another_shape_is_named(program, tmp_path):
+    """One of `state` that is in no module."""
+    replace(program, "optimizer", ADAMW.format("[*model.parameters(), scale]"))
+    insert_before(program, "state", '"scale": scale,')
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    insert_before(program, "set up model", "scale = nn.Parameter(torch.ones(2))")
+    call(f"{program}/train.py {CONSTANT} --epochs 1", cwd)
+    other = tmp_path / "other"
+    replace(other, "optimizer", ADAMW.format("[*model.parameters(), scale]"))
+    insert_before(other, "state", '"scale": scale,')
+    insert_before(other, "set up model", "scale = nn.Parameter(torch.ones(3))")
+    assert "other parameters than in the checkpoint: scale (2,), scale (3,)" in refused(other, cwd)
 
 
 def test_a_parameter_of_another_shape_is_named(stopped, program):
