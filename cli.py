@@ -154,11 +154,16 @@ def words_of_file(path: Path, source: str) -> dict[str, list[str]]:
     return given
 
 
-def to_yaml(config: TrainConfig) -> str:
-    """The config as YAML for `--config_path`, without the two options that tell where it came from."""
+def written_options(config: TrainConfig) -> dict:
+    """The options for config.yaml: all but the two that tell where they came from."""
     options = asdict(config)
     del options["resume"], options["config_path"]
-    text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+    return options
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The config as YAML for `--config_path`."""
+    text = yaml.safe_dump(written_options(config), sort_keys=False, allow_unicode=True)
     return f"{CONFIG_BEGIN}\n{text}{CONFIG_END}\n"
 
 
@@ -252,7 +257,7 @@ def read_config(run_dir: Path) -> TrainConfig:
         raise ConfigError(f"{source}is damaged: its last line is missing")
 
     known = {}
-    for name in yaml.safe_load(to_yaml(TrainConfig())):  # the options that are written today
+    for name in written_options(TrainConfig()):
         if name in words:
             known[name] = words[name]
         elif name in FIXED_ON_RESUME:
