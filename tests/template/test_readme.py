@@ -24,7 +24,7 @@ DIFFS = diffs("README.md")
 OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
 # What makes a command short, by a word in it: the options stay, these are put behind them.
 SMALL = "--accelerator cpu --epochs 1 --limit_train_batches 4 --limit_val_batches 2 --width 4"
-SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/test_config.py"}
+SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/template/test_config.py"}
 
 
 def commands(text: str) -> list[str]:
@@ -117,7 +117,11 @@ def test_every_option_is_listed_and_no_other(page: str):
 
 
 def test_every_guarantee_names_tests_that_exist():
-    tests = [name for path in REPO.glob("tests/test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
+    tests = [
+        name
+        for path in REPO.glob("tests/template/test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text())
+    ]
     words = re.findall(r"`-k (\w+)`", TEXT["docs/guarantees.md"])
     assert len(words) > 10 and [word for word in words if not any(word in name for name in tests)] == []
 

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU alone, held as far as a CPU can. tests/test_gpu.py has what needs a GPU."""
+"""What goes wrong on a GPU alone, held as far as a CPU can. tests/template/test_gpu.py has what needs a GPU."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 """What breaks a run breaks it with a clear last line, costs nothing that was saved, and a resume repairs it.
 
-`python tests/faults.py` is the long version: hundreds of kills, and every fault in every place.
+`python tests/template/faults.py` is the long version: hundreds of kills, and every fault in every place.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Breaks the real train.py with real faults and prints a table: how often each was tried and how often survived.
 
-python tests/faults.py                          # all of it, 100 kills: about 40 minutes on two free cores; Linux
-python tests/faults.py --only disk frozen       # the faults with one of these words in their names; --list shows all
-python tests/faults.py --kills 1000 --only storm
+python tests/template/faults.py                        # all of it, 100 kills: 40 minutes on two free cores; Linux
+python tests/template/faults.py --only disk frozen     # the faults with one of these words in their names; --list: all
+python tests/template/faults.py --kills 1000 --only storm
 
 Survived means: the broken run, resumed, ends as one that was left alone: the same weights and the same best.ckpt, bit
 for bit, and the same logs, each step once. Mounting disks needs root; without it those faults are skipped.

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs the tests against the newest versions on the package index, in a virtual environment of their own.
 #
-#   tests/newest.sh                                            # the newest of everything
-#   PIN="torch==2.13.0 numpy<3" tests/newest.sh                # but for these
-#   PYTHON=python3.14 VENV=/tmp/newest tests/newest.sh tests/test_resume.py
+#   tests/template/newest.sh                                            # the newest of everything
+#   PIN="torch==2.13.0 numpy<3" tests/template/newest.sh                # but for these
+#   PYTHON=python3.14 VENV=/tmp/newest tests/template/newest.sh tests/template/test_resume.py
 #
 # Arguments go to pytest. VENV is kept, and used again where it exists; without it the environment is deleted.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 venv=${VENV:-$scratch/venv}

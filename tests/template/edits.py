@@ -5,7 +5,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 
 # name: (file, text that stands there once). A text that ends with a newline is a whole line.
 POINTS = {
