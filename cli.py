@@ -6,6 +6,7 @@ launcher, the command line. One parser reads them all, and one config is made of
 
 import argparse
 import gc
+import json
 import logging
 import os
 import re
@@ -13,21 +14,30 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, asdict, fields, replace
+from dataclasses import Field, asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import yaml
-from simple_parsing import ArgumentParser, SimpleHelpFormatter
+from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, SimpleHelpFormatter, replace
+from simple_parsing.utils import flatten_join
 
-from config import FIXED_ON_RESUME, LENGTH_OPTIONS, ConfigError, MachineConfig, RunError, TestConfig, TrainConfig
+from config import (
+    FIXED_ON_RESUME,
+    LENGTH_OPTIONS,
+    ConfigError,
+    MachineConfig,
+    RunError,
+    TestConfig,
+    TrainConfig,
+    options_of,
+    values_of,
+)
 
-# The first and the last line of a config.yaml.
-CONFIG_BEGIN = "# All options of the run. The last line tells that the file is whole."
-CONFIG_END = "# This file is whole."
+CONFIG_END = "# This file is whole."  # the last line of a config.yaml
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
 # Options, and what people call them who come from other programs.
 MEANT = {
@@ -44,7 +54,9 @@ MEANT = {
     "precision bf16-mixed": "amp bf16 fp16 mixed_precision",
 }
 
-# ---- options as words: a dict like {"seed": ["7"], "logger_name": ["csv", "wandb"]}, whatever they come from
+# ---- options as words, whatever they come from
+
+Words = dict[str, list[str]]  # {"seed": ["7"], "logger_name": ["csv", "wandb"]}
 
 
 class Parser(ArgumentParser):
@@ -53,29 +65,25 @@ class Parser(ArgumentParser):
     Args:
         cls: The class.
         source: The prefix of its error messages.
+        default: SUPPRESS returns the given options alone; None shows the defaults in the help.
     """
 
-    def __init__(self, cls: type, source: str):
-        super().__init__(allow_abbrev=False, formatter_class=SimpleHelpFormatter)
-        self.cls = cls
+    def __init__(self, cls: type, source: str = "", default: Any = None):
+        super().__init__(
+            allow_abbrev=False,
+            formatter_class=SimpleHelpFormatter,
+            # Options of a nested dataclass have its field's name and a dot before their own.
+            argument_generation_mode=ArgumentGenerationMode.NESTED,
+            nested_mode=NestedMode.WITHOUT_ROOT,
+        )
         self.source = source
+        self.add_arguments(cls, dest="config", default=default)
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
-        unknown = re.match("unrecognized arguments: --([^ =]+)", message)
-        if unknown:
-            message = f"unknown option --{unknown[1]}"
-            name = unknown[1].replace("-", "_")
-            meant = [option for option, names in MEANT.items() if name in names.split()]
-            meant += get_close_matches(name, [option.name for option in fields(self.cls)], n=1)
-            if meant:
-                message += f"; did you mean --{meant[0]}?"
         if message.startswith("argument --dataset"):
             message += "; recipes/data.md adds others"
         raise ConfigError(self.source + message.removeprefix("argument "))
-
-    def format_help(self) -> str:
-        return super().format_help().replace(" ['config']", "")  # the name of the group
 
 
 def may_be_none(option: Field) -> bool:
@@ -87,9 +95,9 @@ def may_be_bare(option: Field) -> bool:
     return option.type is bool or option.metadata.get("custom_args", {}).get("nargs") == "?"
 
 
-def words_of(argv: list[str]) -> dict[str, list[str]]:
+def words_of(argv: list[str]) -> Words:
     """The options of a command line as words. If an option is given twice, the later one wins. Raises ConfigError."""
-    given: dict[str, list[str]] = {}
+    given: Words = {}
     words: list[str] | None = None  # of the last option
     for arg in argv:
         if arg.startswith("--"):
@@ -105,66 +113,104 @@ def words_of(argv: list[str]) -> dict[str, list[str]]:
     return given
 
 
-def parse(cls: type, given: dict[str, list[str]], source: str = "") -> dict:
+def unknown_option(name: str, options: Iterable[str]) -> str:
+    """The message about an option that is not one of `options`."""
+    wanted = name.replace("-", "_")
+    meant = [option for option, others in MEANT.items() if wanted in others.split()]
+    meant += [option for option in options if option.endswith(f".{wanted}")]  # of a nested dataclass
+    meant += get_close_matches(wanted, options, n=1)
+    hint = f"; did you mean --{meant[0]}?" if meant else ""
+    return f"unknown option --{name}{hint}"
+
+
+def parse(cls: type, given: Words, source: str = "") -> dict:
     """The values of options of TrainConfig or TestConfig that are given as words. Only names and types are checked:
     raises ConfigError, prefixed by `source`, for an unknown option or a value of the wrong type."""
-    options = {option.name: option for option in fields(cls)}
-    found: dict[str, Any] = {}
+    options = options_of(cls)
+    found: dict = {}
     args = []
     for name, words in given.items():
-        option = options.get(name)
-        if option and option.type in (int, int | None):  # 1e3 is 1000
+        if name == "help":
+            Parser(cls).print_help()
+            sys.exit(0)
+        if name not in options:
+            raise ConfigError(source + unknown_option(name, options))
+        option = options[name]
+        if option.type in (int, int | None):  # 1e3 is 1000
             words = [f"{float(word):.0f}" if re.fullmatch(r"\d+[eE]\d", word) else word for word in words]
-        if option and words == ["None"] and may_be_none(option):  # which simple_parsing does not know
+        if words == ["None"] and may_be_none(option):  # which simple_parsing does not know
             found[name] = None
-        elif option and (words == ["None"] or not (words or may_be_bare(option))):
+        elif words == ["None"] or not (words or may_be_bare(option)):
             raise ConfigError(f"{source}--{name}: expected a value")
+        elif len(words) > 1 and not re.search("tuple|list", str(option.type)):
+            raise ConfigError(f"{source}--{name} {' '.join(words)}: expected one value")
         elif len(words) == 1:
             args.append(f"--{name}={words[0]}")  # whatever it begins with
         else:
             args += [f"--{name}", *words]
 
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
-    default: Any = None if "help" in given else argparse.SUPPRESS  # only the help shows defaults
-    parser = Parser(cls, source)
-    parser.add_arguments(cls, dest="config", default=default)
-    return getattr(parser.parse_args(args), "config", {}) | found
+    parsed = getattr(Parser(cls, source, argparse.SUPPRESS).parse_args(args), "config", {})
+    return flatten_join(parsed) | found
 
 
-def words_of_file(path: Path, source: str) -> dict[str, list[str]]:
-    """The options in a YAML file as words, to be parsed like those of the command line: YAML would take 1e-3 for a
-    string. Raises ConfigError, prefixed by `source`, for a file that cannot be read, or has other than options."""
+def read_text(path: Path, source: str) -> str:
+    """The text of a YAML file. Raises ConfigError, prefixed by `source`."""
     try:
-        root = yaml.compose(path.read_text())
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}cannot be read: {error}") from None
+
+
+def words_of_yaml(text: str, source: str) -> Words:
+    """The options in a YAML text as words, to be parsed like those of the command line: YAML would take 1e-3 for a
+    string. Raises ConfigError, prefixed by `source`, for a text that is not YAML, or has other than options."""
+    try:
+        root = yaml.compose(text)
+    except (RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{source}cannot be read: {error}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
-    scalars = {option.name for option in fields(TrainConfig) if not re.search("tuple|list", str(option.type))}
-    given: dict[str, list[str]] = {}
-    for key, node in root.value if root else ():
-        is_list = isinstance(node, yaml.SequenceNode)
-        items = node.value if is_list else [node]
-        are_texts = all(isinstance(item, yaml.ScalarNode) for item in (key, *items))
-        if not are_texts or (is_list and key.value in scalars):
-            raise ConfigError(f"{source}line {key.start_mark.line + 1}: {key.value}: expected one value")
-        if key.value in given or key.value == "config_path":
-            raise ConfigError(f"{source}{key.value} is given twice, or is no option for a file")
-        given[key.value] = ["None" if item.tag.endswith(":null") else item.value for item in items]
+    given: Words = {}
+    for name, key, node in leaves_of(root) if root else ():
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
+            raise ConfigError(
+                f"{source}line {key.start_mark.line + 1}: {name}: expected one value, or a list of values"
+            )
+        if name in given or name == "config_path":
+            raise ConfigError(f"{source}{name} is given twice, or is no option for a file")
+        given[name] = ["None" if item.tag.endswith(":null") else item.value for item in items]
     return given
 
 
-def written_options(config: TrainConfig) -> dict:
-    """The options for config.yaml: all but the two that tell where they came from."""
-    options = asdict(config)
-    del options["resume"], options["config_path"]
-    return options
+def leaves_of(mapping: yaml.MappingNode, prefix: str = "") -> Iterator[tuple]:
+    """The lines of a YAML mapping: name, key and value. Names in a nested mapping have its name and a dot before."""
+    for key, node in mapping.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(node, yaml.MappingNode):
+            yield from leaves_of(node, f"{name}.")
+        else:
+            yield name, key, node
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The config as YAML for `--config_path`."""
-    text = yaml.safe_dump(written_options(config), sort_keys=False, allow_unicode=True)
-    return f"{CONFIG_BEGIN}\n{text}{CONFIG_END}\n"
+    """The config as the text of config.yaml, without the two options that tell where the others came from.
+
+    Raises:
+        ConfigError: An option has a type or value that would not be read back from the text.
+    """
+    options = json.loads(json.dumps(asdict(config), default=str))  # default: a Path
+    del options["resume"], options["config_path"]
+    text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+    text = f"# All options of the run. The last line tells that the file is whole.\n{text}{CONFIG_END}\n"
+    source = "an option cannot be kept in config.yaml: "
+    again = replace(config, parse(TrainConfig, words_of_yaml(text, source), source))
+    values = values_of(config)
+    for name, value in values_of(again).items():
+        if value != values[name]:
+            raise ConfigError(f"{source}--{name} {values[name]} would be read as {value}")
+    return text
 
 
 @contextmanager
@@ -174,7 +220,7 @@ def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = 
     try:
         yield
     except kinds as error:
-        values = {name: getattr(config, name) for name in options}
+        values = vars(config)
         given = [name for name in options if values[name] is None or values[name] != getattr(type(config), name)]
         words = [f"--{name} {values[name]}" for name in given or options]
         raise ConfigError(f"{' '.join(words)}: {error}") from error
@@ -183,7 +229,7 @@ def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = 
 # ---- launchers
 
 
-def words_of_launcher() -> dict[str, list[str]]:
+def words_of_launcher() -> Words:
     """The options of `fabric run`, torchrun or srun, which have already started the processes. Without them, Fabric
     would take each process of torchrun or srun on a CPU for a run of its own."""
     warnings.filterwarnings("ignore", ".*The `srun` command is available")  # on each login node
@@ -241,41 +287,40 @@ def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -
 
 
 def read_config(run_dir: Path) -> TrainConfig:
-    """The config that a run was trained with. Options that are gone from the code are ignored; new ones take their
+    """The config that a run was trained with."""
+    path = run_dir / "config.yaml"
+    source = f"config of the run {path}: "
+    return config_of(read_text(path, source), source)
+
+
+def config_of(text: str, source: str) -> TrainConfig:
+    """The config in the text of a config.yaml. Options that are gone from the code are ignored; new ones take their
     defaults, and are printed.
 
     Raises:
-        ConfigError: The file is damaged, or lacks an option that is fixed on a resume.
+        ConfigError: The text is damaged, or lacks an option that is fixed on a resume.
     """
-    path = run_dir / "config.yaml"
-    source = f"config of the run {path}: "
-    words = words_of_file(path, source)
-    text = path.read_text()
-    if CONFIG_BEGIN not in text:
-        say(f"{source}is of an older version of the template")
-    elif CONFIG_END not in text:
-        raise ConfigError(f"{source}is damaged: its last line is missing")
-
+    if CONFIG_END not in text:
+        raise ConfigError(f"{source}is damaged, or of an older version of the template: its last line is missing")
+    words = words_of_yaml(text, source)
     known = {}
-    for name in written_options(TrainConfig()):
+    for name in options_of(TrainConfig):
         if name in words:
             known[name] = words[name]
         elif name in FIXED_ON_RESUME:
             raise ConfigError(f"{source}is damaged, or older than the code: it lacks {name}, and a resume must know it")
-        else:
+        elif name not in ("resume", "config_path"):
             say(f"{source}lacks {name}, which takes its default")
-    return TrainConfig(**parse(TrainConfig, known, source))
+    return replace(TrainConfig(), parse(TrainConfig, known, source))
 
 
 def resume(run_dir: Path, given: dict) -> TrainConfig:
     """The config of a run, updated by the given options, which are printed. Exits if the run is finished. Raises
     ConfigError for a change that a resume cannot make."""
     before = replace(read_config(run_dir), resume=str(run_dir), config_path=given.get("config_path"))
-    config = replace(before, **given | {"resume": str(run_dir)})
-    if Path(config.out_dir).name == Path(before.out_dir).name:  # --resume auto --out_dir FOLDER/NAME
-        config = replace(config, out_dir=before.out_dir)
-    old = vars(before)
-    new = vars(config)
+    config = replace(before, given | {"resume": str(run_dir)})
+    old = values_of(before)
+    new = values_of(config)
     changed = [name for name in new if new[name] != old[name]]
     for name in changed:
         if name in FIXED_ON_RESUME:
@@ -300,7 +345,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
     given = parse(TrainConfig, words_of_launcher() | words_of(argv))
     for path in reversed(given.get("config_path") or ()):  # what is already given wins
         source = f"--config_path {path}: "
-        given = parse(TrainConfig, words_of_file(Path(path), source), source) | given
+        given = parse(TrainConfig, words_of_yaml(read_text(Path(path), source), source), source) | given
     name = given.get("resume")
     out_dir = given.get("out_dir", TrainConfig.out_dir)
     root_dir = given.get("root_dir", TrainConfig.root_dir)
@@ -310,17 +355,24 @@ def parse_train(argv: list[str]) -> TrainConfig:
     elif name is not None:
         run_dir = find_run("--resume", name, root_dir)
     if run_dir is None:
-        return TrainConfig(**given | {"resume": None})
+        return replace(TrainConfig(), given | {"resume": None})
+    if name == "auto":
+        given.pop("out_dir", None)  # may be FOLDER/NAME
     return resume(run_dir, given)
 
 
 def parse_test(argv: list[str]) -> TestConfig:
-    """The config of test.py. Its `out_dir` is the path of the run. Raises ConfigError."""
-    config = TestConfig(**parse(TestConfig, words_of_launcher() | words_of(argv)))
+    """The config of test.py. Its `out_dir` is the path of the run, or, for the path of a checkpoint that was moved away
+    from its run, the folder of the checkpoint. Raises ConfigError."""
+    given = parse(TestConfig, words_of_launcher() | words_of(argv))
+    config = replace(TestConfig(), given)
+    path = Path(config.checkpoint)
+    if path.is_file() and "out_dir" not in given:
+        runs = [folder for folder in path.parents if (folder / "config.yaml").exists()]
+        return replace(config, out_dir=str([*runs, path.parent][0]))
     name = "*" if config.checkpoint == "last" else config.checkpoint.removesuffix(".ckpt")
-    return replace(
-        config, out_dir=str(find_run("--out_dir", config.out_dir, config.root_dir, f"checkpoints/{name}.ckpt"))
-    )
+    run_dir = find_run("--out_dir", config.out_dir, config.root_dir, f"checkpoints/{name}.ckpt")
+    return replace(config, out_dir=str(run_dir))
 
 
 # ---- how the process begins and ends
@@ -358,6 +410,8 @@ HINTS = {
 def parse_or_exit(parse: Callable) -> Any:
     """Parses the command line of this process. A mistake ends the process with one line. Also prepares the process:
     signals, closed streams, and no garbage collection until `run`."""
+    if sys.platform == "win32":
+        end(2, "Windows lacks what runs need, such as locks and signals: use WSL2")
     gc.disable()  # until `run`: the imports create a million objects that stay, and the start takes 2 s less
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     if sys.stdout is None:  # if it was closed
@@ -370,7 +424,7 @@ def parse_or_exit(parse: Callable) -> Any:
         end(2, str(error))
 
 
-def say(message: str) -> None:
+def say(message: str):
     """Prints a line, on the first process of each machine."""
     if not is_local_zero():
         return

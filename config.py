@@ -5,7 +5,8 @@ Nothing here imports torch, so that `--help` and a mistyped option are answered 
 
 import math
 import re
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -36,6 +37,7 @@ class MachineConfig:
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
     num_nodes: int = 1  # Number of machines
     strategy: str = "auto"  # How several devices work together: ddp, dp, ddp_find_unused_parameters_true
+    deterministic: bool = True  # Choose algorithms of cuDNN that give the same bits in each run; False may be faster
     timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
 
     def __post_init__(self):
@@ -139,11 +141,30 @@ LOW_IS_BEST = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer"
 HIGH_IS_BEST = {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "iou", "dice", "bleu", "r2"}
 
 
+def options_of(config: Any, prefix: str = "") -> dict[str, Field]:
+    """The fields of a config, or of its class, by the names of the options. A field of a nested dataclass is named with
+    a dot: `--optim.momentum` for `optim: OptimConfig = OptimConfig()` with a field `momentum`."""
+    found = {}
+    for option in fields(config):
+        name = prefix + option.name
+        if is_dataclass(option.type):
+            found.update(options_of(option.type, f"{name}."))
+        else:
+            found[name] = option
+    return found
+
+
+def values_of(config: MachineConfig) -> dict:
+    """The values of all options by name."""
+    return {name: attrgetter(name)(config) for name in options_of(config)}
+
+
 def problems(config: MachineConfig) -> list[str]:
     """The mistakes in a TrainConfig or TestConfig: a message for each, which names the option."""
+    options = options_of(config)
     found = []
-    for option in fields(config):
-        problem = problem_of_value(option, getattr(config, option.name))
+    for name, value in values_of(config).items():
+        problem = problem_of_value(name, options[name], value)
         if problem:
             found.append(problem)
     if isinstance(config, TrainConfig):
@@ -155,17 +176,14 @@ def problems(config: MachineConfig) -> list[str]:
     return found
 
 
-def problem_of_value(option: Field, value: Any) -> str | None:
+def problem_of_value(name: str, option: Field, value: Any) -> str | None:
     """A message about the value of an option, regardless of the others; None if it is valid."""
-    name = option.name
-    values = value if isinstance(value, tuple) else (value,)
+    values = value if isinstance(value, (tuple, list)) else (value,)
     choices = choices_of(option)
     if choices and not {None, *choices}.issuperset(values):
         return f"--{name} {value}: choose from {', '.join(choices)}"
-    if values == () or ("" in values and name not in MAY_BE_EMPTY):
+    if len(values) == 0 or ("" in values and name not in MAY_BE_EMPTY):
         return f"--{name}: must not be empty"
-    if name in ("root_dir", "out_dir") and not value.isprintable():
-        return f"--{name} {value!r}: must be printable"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
 

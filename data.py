@@ -23,9 +23,13 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
     """Returns the datasets under "train", "val" and "test". Edit here, or apply one of recipes/data.md.
 
-    Any map-style Dataset of CPU tensors works. If it has a method `__getitems__`, which is called with a NumPy array
-    of indices, or `collate_fn`, they are used. Only build_model and compute_loss in train.py depend on what a sample
-    is. Random augmentation may use torch, NumPy or `random`: all are seeded before each micro-batch.
+    Any map-style Dataset of CPU tensors works. Its methods `__getitems__`, which is called with a NumPy array of
+    indices, and `collate_fn` are used, if it has them. `order(epoch, generator)` of the training set, if it has one,
+    returns the indices of an epoch in their order, a function of its arguments alone; Loader does the rest. Only
+    build_model and compute_loss in train.py depend on what a sample is. Random augmentation may use torch, NumPy or
+    `random`: all are seeded before each micro-batch.
+
+    One process of each machine calls this first and alone, so it may download files; write them by utils.atomically.
 
     Args:
         config: The TrainConfig of the run. `data_dir`, the directory of files, is not used for digits.
@@ -100,21 +104,29 @@ class TrainSampler:
 
     Args:
         plan: The Plan of the run.
+        dataset: Its method `order`, if it has one, gives the indices of an epoch. Default: each sample once, shuffled.
         rank: The rank.
         seed: With the epoch, it determines the order.
     """
 
-    def __init__(self, plan, rank: int, seed: int):
+    def __init__(self, plan, dataset: Dataset, rank: int, seed: int):
         self.plan = plan
+        self.dataset = dataset
         self.rank = rank
         self.seed = seed
         self.epoch = 0
         self.step_in_epoch = 0
 
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {self.epoch}".encode()))
-        order = torch.randperm(self.plan.train_samples, generator=generator).numpy()
-        used = order[: self.plan.steps_per_epoch * self.plan.effective_batch_size]
+        if hasattr(self.dataset, "order"):
+            order = np.asarray(self.dataset.order(self.epoch, generator))
+        else:
+            order = torch.randperm(self.plan.train_samples, generator=generator).numpy()
+        size = self.plan.steps_per_epoch * self.plan.effective_batch_size
+        if len(order) < size:
+            raise ValueError(f"order: gave {len(order)} indices, an epoch needs at least {size}")
+        used = order[:size]
         micro_batches = used.reshape(-1, self.plan.micro_batch_size)
         first = self.step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
         for i in range(first + self.rank, len(micro_batches), self.plan.world_size):
@@ -175,13 +187,13 @@ def seeder(fabric, tag: str, seed: int) -> Callable[[int], None]:
     """Returns a function that seeds torch's generators, on the CPU and the devices, with a number, so that the state of
     no generator has to be saved. torch.manual_seed would take 80 µs."""
     base = zlib.crc32(f"{tag} {seed}".encode())
-    functions: list[Callable[[int], object]] = [torch.default_generator.manual_seed]
+    functions: list[Callable] = [torch.default_generator.manual_seed]
     if fabric.device.type == "cuda":  # all devices: --strategy dp uses several
         functions += [generator.manual_seed for generator in torch.cuda.default_generators]
     elif fabric.device.type == "mps":
         functions.append(torch.mps.manual_seed)
 
-    def seed_all(number: int) -> None:
+    def seed_all(number: int):
         for manual_seed in functions:
             manual_seed(base + number)
 
@@ -233,7 +245,7 @@ class Loader(DataLoader):
             yield from self
             step = (self.sampler.epoch + 1) * steps_per_epoch
 
-    def end_workers(self) -> None:
+    def end_workers(self):
         """Ends the workers, also a frozen one. Without this, a stored traceback would keep the iterator, and so the
         workers, alive."""
         if self.num_workers == 0:
@@ -247,7 +259,7 @@ class Loader(DataLoader):
             worker.kill()
 
 
-def ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int):
     """A signal to the process group must not end the workers before the loop has saved."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,16 +1,18 @@
 """How the processes of a run begin and end: Fabric and its strategy, checks that the ranks agree, signals."""
 
 import ctypes
+import fcntl
 import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +26,11 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cli import DEVICE_OPTIONS, as_config_error, is_local_zero
+from cli import DEVICE_OPTIONS, as_config_error, is_local_zero, say
 from config import PER_HOST_OPTIONS, ConfigError, RunError
 
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
+ROOT = Path(__file__).parent  # of the project
 SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
 
 
@@ -36,10 +39,16 @@ SHARED = "all machines need the same files, options and --root_dir, on a file sy
 
 def build_fabric(config) -> Fabric:
     """Fabric with the devices of a TrainConfig or TestConfig. Raises ConfigError for what the machine does not have."""
-    prepare_device(config)
-    options: dict[str, Any] = {name: getattr(config, name) for name in DEVICE_OPTIONS}
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # train.py prints the devices itself
+    # prepare_device refuses the first two; dp has no gradient sync to skip.
+    refused = "AMP with fp16 is not supported on CPU|is not supported on CPUs|not support skipping the gradient sync"
+    warnings.filterwarnings("ignore", f".*({refused})")
+    options: dict = {name: getattr(config, name) for name in DEVICE_OPTIONS}
+    options["devices"] = config.devices.replace("[", "").replace("]", ",")  # [0,1], as in Python
     with as_config_error(config, *DEVICE_OPTIONS):
         chosen = Fabric(**options).strategy
+        prepare_device(config, chosen.root_device.type)
         # Replace Fabric's classes by those below.
         if isinstance(chosen, DDPStrategy):
             options["strategy"] = ResumableDDP(config, chosen)
@@ -52,7 +61,7 @@ def build_fabric(config) -> Fabric:
 class PlainFabric(Fabric):
     """Fabric whose `backward` is that of the tensor; in 16-mixed, of the scaled loss."""
 
-    def backward(self, tensor: Tensor, *args, model=None, **kwargs) -> None:
+    def backward(self, tensor: Tensor, *args, model=None, **kwargs):
         precision = self.strategy.precision
         if isinstance(precision, PlainMixedPrecision):
             tensor = precision.scale(tensor)
@@ -81,7 +90,7 @@ class PlainMixedPrecision(MixedPrecision):
         self.has_stepped = True
         return self.scaler.step(optimizer, **kwargs)
 
-    def update_scale(self) -> None:
+    def update_scale(self):
         if self.has_stepped:
             self.scaler.update()
             self.has_stepped = False
@@ -123,7 +132,7 @@ class ResumableDDP(DDPStrategy):
         return ddp
 
 
-def order_buckets(ddp: DistributedDataParallel) -> None:
+def order_buckets(ddp: DistributedDataParallel):
     """Makes DDP order its gradient buckets now, the last parameter first. Otherwise it does so after the first backward
     pass of a process, and three or more ranks would sum the gradients of the first resumed step in another order."""
     ddp._pre_forward(None)
@@ -133,28 +142,38 @@ def order_buckets(ddp: DistributedDataParallel) -> None:
     ddp.zero_grad()
 
 
-def prepare_device(config) -> None:
-    """Sets torch's flags for the kind of device, and silences Fabric. Raises ConfigError for an option that the device
-    does not support."""
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # train.py prints the devices itself
-    warnings.filterwarnings("ignore", ".*does not support skipping the gradient sync")  # dp does none
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    uses_gpu = config.accelerator != "cpu" and (config.accelerator != "auto" or has_gpu)
-    if uses_gpu:
+def prepare_device(config, device: str):
+    """Sets torch's flags for a kind of device, such as "cuda". Raises ValueError for an option that it does not
+    support, and says if a GPU is there that cannot be used."""
+    if device != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; on a CPU this would make small products twice as slow
-        torch.backends.cudnn.deterministic = True  # otherwise the gradients of convolutions may differ between runs
-        if config.precision == "64-true" and torch.backends.mps.is_available():
-            raise ConfigError("--precision 64-true: Apple's GPUs lack float64; use 32-true or --accelerator cpu")
+        torch.backends.cudnn.deterministic = config.deterministic
+        torch.backends.cudnn.benchmark = not config.deterministic
         return
     torch.set_flush_denormal(True)  # Adam's averages for dead units are denormal: its step takes several times longer
     if config.precision == "16-mixed":
-        raise ConfigError("--precision 16-mixed: needs a GPU; use bf16-mixed or 32-true")
+        raise ValueError("16-mixed needs a GPU; use bf16-mixed or 32-true")
     if config.strategy == "dp":
-        raise ConfigError("--strategy dp: needs GPUs; use ddp, which is faster on them, too")
+        raise ValueError("dp needs GPUs; use ddp, which is faster on them, too")
+    if config.accelerator == "auto" and Path("/dev/nvidia0").exists():
+        reasons = "torch is a CPU build, the driver is too old, or CUDA_VISIBLE_DEVICES hides it"
+        say(f"this machine's NVIDIA GPU is not used by torch {torch.__version__}: {reasons}")
 
 
 # ---- processes
+
+
+@contextmanager
+def first_process_alone() -> Iterator[None]:
+    """On each machine, one process runs the body alone, which may download data. The others wait as long as it lives,
+    and then run the body together. If it dies, one of them is the first."""
+    path = Path(tempfile.gettempdir()) / f"build_datasets-{os.getuid()}-{zlib.crc32(str(ROOT).encode())}.lock"
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits; ends with the process
+        if not path.exists():  # the first one was done, and has deleted it
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+        path.unlink(missing_ok=True)
 
 
 def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
@@ -185,7 +204,7 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     return code
 
 
-def die_with_launcher() -> None:
+def die_with_launcher():
     """Makes the system end this process when the process that has launched it dies. With torchrun all ranks are still
     there, and can save; otherwise rank 0 has launched the others, and they cannot save without it."""
     PR_SET_PDEATHSIG = 1
@@ -193,11 +212,23 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if is_elastic else signal.SIGKILL)
 
 
+def source_files() -> dict:
+    """A hash of each source file of the project, in its folder or one below, by the path within the project."""
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+    return {str(path.relative_to(ROOT)): zlib.crc32(path.read_bytes()) for path in paths}
+
+
+def changed_files(then: dict) -> str:
+    """A part of a line that names those source files that have changed since `source_files` was `then`, if any."""
+    now = source_files()
+    changed = [name for name in then if now.get(name) != then[name]]
+    return f"; changed since: {', '.join(changed)}" if changed else ""
+
+
 def fingerprint(config) -> int:
     """A hash of the programs and options, which must be the same in all processes."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     options = {name: value for name, value in asdict(config).items() if name not in PER_HOST_OPTIONS}
-    return zlib.crc32(repr([sources, options]).encode())
+    return zlib.crc32(repr([source_files(), options]).encode())
 
 
 def differing_rank(fabric: Fabric, value: Any) -> str | None:
@@ -246,7 +277,7 @@ class StopSignals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
 
-    def receive(self, number: int, frame) -> None:
+    def receive(self, number: int, frame):
         self.received = number
         with suppress(OSError):  # stderr may be closed; print is not safe in a signal handler, os.write is
             if is_local_zero():

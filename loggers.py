@@ -1,5 +1,5 @@
-"""What a run reports: the console, and the loggers csv, TensorBoard and wandb. On a resume, a logger drops the rows
-after `last_step`, which are logged again."""
+"""What a run reports: the console, and the loggers csv, TensorBoard and wandb, which have the methods of Fabric's. On a
+resume, a logger drops the rows after `last_step`, which are logged again."""
 
 import csv
 import os
@@ -11,8 +11,10 @@ import time
 import traceback
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
+from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,8 +22,8 @@ from cli import say
 from config import TrainConfig
 from utils import atomically
 
-tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which starts a process on Python 3.14
 csv.field_size_limit(sys.maxsize)  # zeros that a power failure has left within a file are one long field
+tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which starts a process on Python 3.14
 
 
 def scalars_of(row: dict) -> dict:
@@ -49,10 +51,9 @@ class Console:
         self.is_rank_zero = is_rank_zero
         self.monitor = monitor
         self.is_terminal = is_rank_zero and sys.stderr.isatty()
-        self.log: TextIO | None = None
-        self.unlogged: list[str] = []
+        self.log: Any = StringIO()  # until there is a run directory
         self.columns: list[str] = []
-        self.shown: dict[str, str] = {}
+        self.shown: dict = {}
         self.printed = time.monotonic()
         nowhere = resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - closed with the resources
         self.bar = tqdm(
@@ -65,27 +66,21 @@ class Console:
         )
         resources.push(self.close)
 
-    def open_log(self, run_dir: Path) -> None:
+    def open_log(self, run_dir: Path):
         """Opens train.log, and writes the lines that were printed before."""
-        if self.is_rank_zero:
-            self.log = open(run_dir / "train.log", "a")  # noqa: SIM115 - closed below
-            self.write_log()
+        printed = self.log.getvalue()
+        self.log = open(run_dir / "train.log", "a")  # noqa: SIM115 - closed below
+        self.log.write(printed)
 
-    def write_log(self) -> None:
-        if self.log is not None:
-            self.log.writelines(f"{text}\n" for text in self.unlogged)
-            self.log.flush()
-            self.unlogged = []
-
-    def print(self, text: str) -> None:
+    def print(self, text: str):
         if self.is_rank_zero:
             with tqdm.external_write_mode() if self.is_terminal else nullcontext():  # else it would break the bar
                 say(text)
         self.printed = time.monotonic()
-        self.unlogged.append(text)
-        self.write_log()
+        self.log.write(f"{text}\n")
+        self.log.flush()
 
-    def table(self, row: dict, step: int) -> None:
+    def table(self, row: dict, step: int):
         """Prints the losses and metrics of a row; also their names, if they are not those of the row before."""
         results = {name: value for name, value in scalars_of(row).items() if name.startswith(("train/", "val/"))}
         results.pop("train/grad_norm", None)
@@ -96,7 +91,7 @@ class Console:
             self.print(format_row(columns, columns))
         self.print(format_row(columns, cells.values()))
 
-    def update(self, row: dict) -> None:
+    def update(self, row: dict):
         """Advances the progress bar by a step. It shows the latest loss and monitored value."""
         if row:
             for name in ("train/loss", self.monitor):
@@ -107,12 +102,11 @@ class Console:
         if not self.is_terminal and time.monotonic() > self.printed + 30:
             self.print(str(self.bar))
 
-    def close(self, kind, error: BaseException | None, trace) -> None:
+    def close(self, kind, error: BaseException | None, trace):
         self.bar.close()  # otherwise tqdm would draw it again below an error
-        if self.log:
-            with suppress(OSError), self.log:
-                if error:
-                    traceback.print_exception(error, file=self.log)
+        with suppress(OSError), self.log:
+            if error:
+                traceback.print_exception(error, file=self.log)
 
 
 # ---- loggers
@@ -121,12 +115,11 @@ class Console:
 class CSVLogger:
     """Writes a row per logged step to metrics.csv. Fabric's CSVLogger would delete the file of a resumed run."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
+    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
         self.path.touch()
         self.write([row for row in self.read() if int(row["step"]) <= last_step])
-        resources.callback(lambda: self.file.close())
 
     def read(self) -> list[dict]:
         """The rows of the file. If it has other lines, as after a spreadsheet has saved it with semicolons, or after a
@@ -140,7 +133,7 @@ class CSVLogger:
             say(f"{self.path}: some lines cannot be read; all are kept in {copy.name}")
         return rows
 
-    def write(self, rows: list[dict]) -> None:
+    def write(self, rows: list[dict]):
         """Replaces the file by one with these rows, and opens it for those that follow."""
         names = [name for row in rows for name in row]
         self.columns = list(dict.fromkeys(["step", *names]))  # each once
@@ -151,7 +144,7 @@ class CSVLogger:
         self.file = open(self.path, "a", newline="")  # noqa: SIM115
         self.writer = csv.DictWriter(self.file, self.columns)
 
-    def log(self, row: dict, step: int) -> None:
+    def log_metrics(self, row: dict, step: int):
         row = {"step": step, **row}
         if set(row) - set(self.columns):  # new columns
             self.file.close()
@@ -160,36 +153,33 @@ class CSVLogger:
         self.writer.writerow(row)
         self.file.flush()
 
+    def finalize(self, status: str):
+        self.file.close()
+
 
 class TensorBoardLogger:
     """Writes event files. TensorBoard groups values by the part of the name before the slash."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
+    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         self.writer = SummaryWriter(run_dir / "logs" / "tensorboard", purge_step=last_step + 1)
-        # SummaryWriter.add_hparams would write a second file, and TensorBoard might read the two in the wrong order.
-        events = self.writer._get_file_writer()
-        resources.callback(events.close)  # waits for its thread, even if that has failed
-        kinds = (int, float, str)
-        options = {name: value if type(value) in kinds else str(value) for name, value in asdict(config).items()}
-        _, start_info, end_info = hparams(options, {})  # the first would fix the columns of the HPARAMS table
-        events.add_summary(start_info)
-        events.add_summary(end_info)
 
-    def log(self, row: dict, step: int) -> None:
+    def log_metrics(self, row: dict, step: int):
         for name, value in row.items():
             tag = name if "/" in name else f"vitals/{name}"  # sorted after train and val
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
+
+    def finalize(self, status: str):
+        self.writer.close()
 
 
 class WandbLogger:
     """Weights & Biases, under the name of the run directory; offline without a key. wandb ignores steps that it already
     has. Errors are ignored: a signal to all processes also ends wandb's process, and the run must still be saved."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack):
+    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
         import wandb
 
         has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
@@ -204,23 +194,28 @@ class WandbLogger:
             dir=run_dir / "logs",
             config=asdict(config),
         )
-        resources.push(self.close)
 
-    def log(self, row: dict, step: int) -> None:
+    def log_metrics(self, row: dict, step: int):
         with suppress(Exception):
             self.run.log(row, step=step)
 
-    def close(self, kind, error: BaseException | None, trace) -> None:
+    def finalize(self, status: str):
         with suppress(Exception):
-            self.run.finish(exit_code=int(error is not None))
+            self.run.finish(exit_code=int(status == "failed"))
 
 
 def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list[Any]:
     """The loggers of config.logger_name. They are closed with the resources."""
     classes = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
-    loggers = []
+    loggers: list[Any] = []
     for name in dict.fromkeys(config.logger_name):  # each once
-        if last_step > 0 and not (run_dir / "logs" / name).exists():
-            print(f"--logger_name {name}: is new in this run, without the steps up to {last_step}")
-        loggers.append(classes[name](run_dir, last_step, config, resources))
+        loggers.append(classes[name](run_dir, last_step, config))
+    # Any logger of Fabric or Lightning: loggers.append(MLFlowLogger(config.project, run_name=run_dir.name))
+    for logger in loggers:
+        resources.push(partial(finalize, logger))
     return loggers
+
+
+def finalize(logger: Any, kind, error: BaseException | None, trace):
+    """Closes a logger. The last three are the arguments of __exit__."""
+    logger.finalize("failed" if error else "success")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from cli import as_config_error, to_yaml
 from config import ConfigError, RunError, TrainConfig
-from launch import SHARED, differing_rank, on_rank_zero
+from launch import ROOT, SHARED, changed_files, differing_rank, on_rank_zero, source_files
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically
 
@@ -41,13 +42,13 @@ def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
 
 def load_meta(path: Path) -> dict:
     """The contents of a file of torch.save, with tensors on the meta device; {} if the file is damaged, or a directory.
-    Raises OSError if it may not be read."""
-    with suppress(IsADirectoryError):
-        path.open("rb").close()
+    Raises PermissionError if it may not be read."""
     try:
         is_whole = zipfile.ZipFile(path).testzip() is None
         return dict(load(path, "meta")) if is_whole else {}
-    except Exception:  # OSError, BadZipFile, RuntimeError, UnpicklingError, ...
+    except PermissionError:
+        raise
+    except Exception:  # IsADirectoryError, BadZipFile, RuntimeError, UnpicklingError, ...
         return {}
 
 
@@ -75,7 +76,7 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 # ---- state
 
 
-def check_plain(value: Any, name: str = "state") -> None:
+def check_plain(value: Any, name: str = "state"):
     """Raises RunError for a value that could be saved, but not loaded with `weights_only=True`."""
     if type(value) is dict:
         for key, item in value.items():
@@ -120,7 +121,7 @@ def named_tensors(state: dict) -> dict[str, Tensor]:
     return named
 
 
-def describe_optimizers(state: dict) -> dict[str, dict]:
+def describe_optimizers(state: dict) -> dict:
     """For each optimizer in `state`: its class, the settings of its groups, and the names of its parameters with their
     numbers.
 
@@ -146,7 +147,7 @@ def describe_optimizers(state: dict) -> dict[str, dict]:
     return optimizers
 
 
-def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict) -> None:
+def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
     """Restores an optimizer. The state of a parameter is found by its name, that of a group by its parameters.
 
     Args:
@@ -201,26 +202,11 @@ def merge_settings(optimizer: Optimizer, saved: list[dict], settings: list[dict]
     return groups
 
 
-def from_format_1(about: dict, saved: dict, state: dict, optimizers: dict) -> dict:
-    """What a checkpoint of format 1 would have about itself in format 2. It has no names: optimizers go by position.
-    Entries of `state` other than modules and optimizers may be new, as the template itself has replaced some."""
-    for entry in optimizers.keys() & saved.keys():
-        shapes = [parameter.shape for parameter in parameters_of(state[entry])]
-        for number, values in saved[entry]["state"].items():
-            found = [value.shape for value in values.values() if isinstance(value, Tensor) and value.ndim > 0]
-            if number >= len(shapes) or (found and shapes[number] not in found):
-                raise ConfigError(f"--resume: state[{entry!r}] has other parameters than in this old checkpoint")
-        optimizers[entry] = optimizers[entry] | {"settings": about["settings"][entry]}
-    kinds = (nn.Module, Optimizer)
-    entries = [name for name in entries_of(state) if name in saved or not isinstance(state[name], kinds)]
-    return about | {"entries": entries, "optimizers": optimizers, "summary": json.loads(about["summary"])}
-
-
 # ---- provenance
 
 
-def write_provenance(run_dir: Path, fabric: Fabric) -> None:
-    """Writes the command line, devices, host, packages and git state of this process."""
+def write_provenance(run_dir: Path, fabric: Fabric):
+    """Writes the command line, devices, host, packages and git state of this process, and copies the source files."""
     packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
     lines = [
         shlex.join([sys.executable, *sys.argv]),
@@ -232,7 +218,13 @@ def write_provenance(run_dir: Path, fabric: Fabric) -> None:
         file.writelines(f"{line}\n" for line in lines)
         file.flush()
         git = "git rev-parse HEAD; git status --short; git diff HEAD"  # writes nothing if there is no git
-        subprocess.run(git, shell=True, cwd=Path(__file__).parent, stdout=file, stderr=subprocess.DEVNULL)
+        subprocess.run(git, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL)
+    files = source_files()
+    folder = run_dir / "provenance" / f"code-{zlib.crc32(repr(files).encode()):08x}"
+    for name in files:
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy)
 
 
 # ---- the directory
@@ -258,6 +250,7 @@ class RunDir:
         self.parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"state": "running", "parameters": self.parameters, "seconds": 0.0, "last": {}}
 
+        self.config_text = to_yaml(config)
         check_plain(state)
         for module in self.modules:
             module.load_state_dict(module.state_dict())  # fails now if it would fail on a resume
@@ -265,7 +258,7 @@ class RunDir:
             if name != "csv" and not find_spec(name):
                 raise ConfigError(f"--logger_name {name}: is not installed; pip install {name}")
 
-    def take_lock(self) -> None:
+    def take_lock(self):
         # A POSIX lock ends with this process. A lock of flock would stay with the data workers.
         lock = self.resources.enter_context(open(self.path / ".lock", "w"))  # noqa: SIM115
         try:
@@ -277,7 +270,7 @@ class RunDir:
 
     # ---- on a resume
 
-    def restore(self) -> None:
+    def restore(self):
         """On a resume, locks the run and restores `state`. Entries that are not in the checkpoint keep their values."""
         if not self.config.resume:
             return
@@ -290,15 +283,15 @@ class RunDir:
             raise ConfigError(f"--resume: {other} does not see {path} as rank 0 does; {SHARED}")
         saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, tensors would stay backed by the file
         about = saved["checkpoint"]
-        if "format" not in about:
-            about = from_format_1(about, saved, self.state, self.optimizers.copy())
+        if about.get("format") != FORMAT:
+            raise ConfigError(f"--resume: {path} is of another version of the template; go on with that version")
         renamed = set(entries_of(self.state)) ^ set(about["entries"])
         if renamed:
             found = f"{', '.join(sorted(renamed))}: in `state` or in the checkpoint, but not in both"
             raise ConfigError(f"--resume: {found}; rename it, or start a new run from the weights of this one")
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
-        self.origin = f"\nresumed from {path}"
+        self.origin = f"\nresumed from {path}{changed_files(about.get('code', {}))}"
         for name, current in self.state.items():
             if name not in saved:
                 self.origin += f"; state[{name!r}] is not in it, and new"
@@ -338,7 +331,7 @@ class RunDir:
 
     # ---- in the first step of a process
 
-    def start(self, step: int, console: Console) -> None:
+    def start(self, step: int, console: Console):
         """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
         optimizers = describe_optimizers(self.state)  # fails if the first step has replaced a parameter
         if self.config.fast_run:
@@ -356,7 +349,7 @@ class RunDir:
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
             path.unlink(missing_ok=True)
         with atomically(self.path / "config.yaml") as file:
-            file.write(to_yaml(self.config))
+            file.write(self.config_text)
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
@@ -384,18 +377,18 @@ class RunDir:
 
     # ---- now and then
 
-    def log(self, row: dict, step: int) -> None:
+    def log(self, row: dict, step: int):
         """Passes the scalars of a row, if it has any, to the loggers, and at most once a second to summary.json."""
         if not row:
             return
         scalars = scalars_of(row)
         self.summary["last"] |= scalars
         for logger in self.loggers:
-            logger.log(scalars, step)
+            logger.log_metrics(scalars, step)
         if self.is_writing and time.monotonic() > self.written + 1:
             self.write_summary("running")
 
-    def write_summary(self, state: str) -> None:
+    def write_summary(self, state: str):
         """Writes summary.json; `state` is running, finished, interrupted or failed."""
         self.written = time.monotonic()
         self.summary["state"] = state
@@ -404,7 +397,7 @@ class RunDir:
         with atomically(self.path / "summary.json") as file:
             json.dump(plain | self.summary, file, indent=2)
 
-    def save(self, step: int, is_regular: bool, is_best: bool) -> None:
+    def save(self, step: int, is_regular: bool, is_best: bool):
         """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best` and checkpoints are not switched off, or there
         is one. Deletes all step-*.ckpt but the newest `num_checkpoint_keep`.
 
@@ -422,20 +415,21 @@ class RunDir:
         saved = {}
         for name, value in self.state.items():
             saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
-        summary = {"seconds": time.monotonic() - self.began, "last": self.summary["last"]}
         saved["checkpoint"] = {
             "format": FORMAT,
             "step": step,
+            "config": self.config_text,
+            "code": source_files(),
             "entries": entries_of(self.state),
             "optimizers": self.optimizers,
-            "summary": summary,
+            "summary": {"seconds": time.monotonic() - self.began, "last": self.summary["last"]},
         }
         if self.is_writing:
             self.write_checkpoint(saved, step, is_regular, is_best)
             self.summary["checkpoint"] = step
             self.write_summary("running")
 
-    def check_weights(self, step: int) -> None:
+    def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
         weights = [parameter.detach() for module in self.modules for parameter in module.parameters()]
         norm = float(nn.utils.get_total_norm(weights))  # waits for the device, once
@@ -447,7 +441,7 @@ class RunDir:
         if not math.isfinite(norm_of_rank_0):
             raise RunError(f"the weights are not finite after step {step}")
 
-    def write_checkpoint(self, saved: dict, step: int, is_regular: bool, is_best: bool) -> None:
+    def write_checkpoint(self, saved: dict, step: int, is_regular: bool, is_best: bool):
         folder = self.path / "checkpoints"
         best = folder / "best.ckpt"
         regular = folder / f"step-{step:08d}.ckpt"
@@ -466,7 +460,7 @@ class RunDir:
 
     # ---- at the end
 
-    def finish(self, name: str) -> None:
+    def finish(self, name: str):
         """Writes model.pt, the weights of state[name]. It marks a finished run. The weights are read from the last
         checkpoint: there they are whole and on the CPU with any strategy."""
         if self.is_writing:
@@ -486,7 +480,7 @@ class RunDir:
     def has_best(self) -> bool:
         return (self.path / "checkpoints" / "best.ckpt").exists()
 
-    def close(self, kind, error: BaseException | None, trace) -> None:  # the arguments of __exit__
+    def close(self, kind, error: BaseException | None, trace):  # the arguments of __exit__
         if error and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
         if (self.path / "model.pt").exists():

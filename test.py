@@ -5,14 +5,12 @@ python test.py --out_dir train_out --checkpoint last --split val --predictions
 """
 
 import cli
-from config import ConfigError, RunError, TestConfig, TrainConfig
+from config import ConfigError, RunError, TestConfig
 
 if __name__ == "__main__":
     CONFIG = cli.parse_or_exit(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
 
 import json
-import re
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from data import Loader, build_datasets, eval_batches
-from launch import build_fabric, launch
+from launch import build_fabric, changed_files, first_process_alone, launch
 from loggers import scalars_of
 from rundir import checkpoints_of, load, load_meta
 from train import build_metrics, build_model, validate
@@ -37,47 +35,20 @@ class KeepOutputs:
 
     The logits of a language model may not fit into memory. compute_loss can then return less to the metrics when
     `model.training` is False, for example the maximum of the logits, or the log-probabilities of the targets.
-
-    Args:
-        metrics: The metrics.
-        num_samples: Number of samples of the evaluation.
-        run_dir: Directory that the arguments will be written to.
     """
 
-    def __init__(self, metrics, num_samples: int, run_dir: Path):
+    def __init__(self, metrics):
         self.metrics = metrics
-        self.num_samples = num_samples
-        self.run_dir = run_dir
         self.batches: list[list[Tensor]] = []
         self.reset = metrics.reset
         self.compute = metrics.compute
 
-    def update(self, *outputs: Tensor) -> None:
-        if not self.batches:
-            self.check(outputs)
-        self.batches.append([output.cpu() for output in outputs])
-        self.metrics.update(*outputs)
-
-    def check(self, outputs: tuple[Tensor, ...]) -> None:
-        """Raises ConfigError for outputs that are not rows of samples, or are too large."""
+    def update(self, *outputs: Tensor):
         lengths = {len(output) if isinstance(output, Tensor) and output.ndim else 0 for output in outputs}
         if len(lengths) != 1 or lengths == {0}:
             raise ConfigError("--predictions: compute_loss must give the metrics tensors with a row per sample")
-        size = sum(output.nbytes for output in outputs) / lengths.pop() * self.num_samples
-        memory = available_memory() / 2  # for the batches, and for all in one tensor
-        disk = shutil.disk_usage(self.run_dir).free
-        if size > min(memory, disk):
-            room = f"{memory / 1e9:.3g} GB fit into memory, and {disk / 1e9:.3g} GB on the disk"
-            raise ConfigError(f"--predictions: would take {size / 1e9:.3g} GB; {room}; see KeepOutputs in test.py")
-
-
-def available_memory() -> float:
-    """Available memory in bytes on Linux; infinity on other systems, which do not tell."""
-    try:
-        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else float("inf")
+        self.batches.append([output.cpu() for output in outputs])
+        self.metrics.update(*outputs)
 
 
 def gather(fabric: Fabric, batches: list[list[Tensor]]) -> list[Tensor]:
@@ -101,14 +72,15 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     model = fabric.setup_module(model)
     metrics: Any = build_metrics(train_config, dataset).to(fabric.device)
     if config.predictions:
-        metrics = KeepOutputs(metrics, len(dataset), run_dir)
+        metrics = KeepOutputs(metrics)
     loader = Loader(fabric, dataset, keys[fabric.global_rank], train_config, resources)
     results = validate(fabric, train_config, model, loader, metrics)
     predictions = gather(fabric, metrics.batches) if config.predictions else None
     if not fabric.is_global_zero:
         return 0
 
-    cli.say(f"{path} on {len(dataset)} {config.split} samples\n")
+    changed = changed_files(checkpoint.get("checkpoint", {}).get("code", {}))
+    cli.say(f"{path} on {len(dataset)} {config.split} samples{changed}\n")
     for name, value in scalars_of(results).items():
         cli.say(f"{name} {value:.5g}")
     stem = f"{config.split}_{path.stem}"
@@ -131,7 +103,7 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
 
 
 def find_checkpoint(run_dir: Path, name: str) -> Path:
-    """The file that `--checkpoint` means. Raises ConfigError if there is none, RunError if it is damaged."""
+    """The file that `--checkpoint` means. Raises ConfigError if there is none."""
     places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
     found = [path for path in places if path.is_file()]
     if name == "last":
@@ -139,15 +111,21 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
     if not found:
         others = [path.name for path in checkpoints_of(run_dir)]
         raise ConfigError(f"--checkpoint {name}: no {places[0]}; the checkpoints of this run are {others}")
-    if not load_meta(found[0]):
-        raise RunError(f"--checkpoint {name}: {found[0]} is damaged; another checkpoint may do")
     return found[0]
 
 
 def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
     run_dir = Path(config.out_dir)
-    train_config: TrainConfig = cli.read_config(run_dir)
+    path = find_checkpoint(run_dir, config.checkpoint)
+    contents = load_meta(path)
+    if not contents:
+        raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; another checkpoint may do")
+    about = contents.get("checkpoint", {})  # model.pt has the weights alone
+    if "config" in about and not (run_dir / "config.yaml").exists():  # it was moved away from its run
+        train_config = cli.config_of(about["config"], f"config in {path}: ")
+    else:
+        train_config = cli.read_config(run_dir)
     config = replace(
         config,
         precision=config.precision or train_config.precision,
@@ -156,10 +134,9 @@ def main(config: TestConfig) -> int:
     train_config = replace(
         train_config, data_dir=config.data_dir, num_workers=config.num_workers, timeout=config.timeout
     )
-    path = find_checkpoint(run_dir, config.checkpoint)
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)
-    with cli.as_config_error(config, "data_dir", kinds=(OSError, ImportError)):
+    with first_process_alone(), cli.as_config_error(config, "data_dir", kinds=(OSError, ImportError)):
         dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
     with cli.as_config_error(config, "split", "devices"):

@@ -28,7 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import utils
 from data import Loader, TrainSampler, build_datasets, eval_batches, seeder
-from launch import PREEMPTED, StopSignals, build_fabric, launch
+from launch import PREEMPTED, StopSignals, build_fabric, first_process_alone, launch
 from loggers import Console, scalars_of
 from model import Model
 from rundir import RunDir
@@ -137,7 +137,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     state["micro_batch_size"] = plan.micro_batch_size
 
     # ---- data
-    sampler = TrainSampler(plan, fabric.global_rank, config.seed)
+    sampler = TrainSampler(plan, train_set, fabric.global_rank, config.seed)
     train_loader = Loader(fabric, train_set, sampler, config, resources)
     with cli.as_config_error(config, "limit_val_batches", "devices"):
         val_batches = eval_batches(plan.val_samples, plan.micro_batch_size, fabric.world_size)
@@ -182,7 +182,6 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         if step == first_step:  # the run directory is made only now: no failure before leaves one
             timer.stop()
             run.start(state["step"], console)
-            timer.start()
 
         utils.unscale_gradients(fabric, optimizer)
         if is_log_step or config.max_grad_norm:  # otherwise nobody asks for the norm
@@ -227,12 +226,15 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     return 0 if is_finished else PREEMPTED
 
 
-def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, run: RunDir, model) -> None:
+def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, run: RunDir, model):
     """Prints what will happen."""
     device = fabric.device.type
+    precision: str = config.precision
     if device == "cuda":
         device = torch.cuda.get_device_name(fabric.device)
-    console.print(f"{plan.world_size} x {device}, precision {config.precision}")
+        if torch.cuda.is_tf32_supported():
+            precision += ", float32 products in TF32"
+    console.print(f"{plan.world_size} x {device}, precision {precision}")
     layers = model.module if config.summary else "model"
     console.print(f"{layers}, {run.parameters:,} parameters")
     console.print(f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples")
@@ -246,7 +248,7 @@ def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, ru
     console.print(f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps")
 
 
-def footer(console: Console, config: TrainConfig, plan: Plan, state: dict, run: RunDir, is_finished: bool) -> None:
+def footer(console: Console, config: TrainConfig, plan: Plan, state: dict, run: RunDir, is_finished: bool):
     """Prints what came out, and what to do next."""
     console.bar.close()
     ending = "finished" if is_finished else "stopped by a signal"
@@ -265,7 +267,8 @@ def main(config: TrainConfig) -> int:
         config = replace(config, max_steps=steps, limit_train_batches=per_epoch, limit_val_batches=steps)
     fabric = build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
-    with cli.as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)):  # other exceptions are bugs
+    kinds = (OSError, ImportError)  # other exceptions are bugs
+    with first_process_alone(), cli.as_config_error(config, "dataset", "data_dir", kinds=kinds):
         datasets = build_datasets(config)
     return launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
 

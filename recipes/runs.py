@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import yaml
+from simple_parsing.utils import flatten_join
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import config  # noqa: E402 - it imports no torch
@@ -126,6 +127,7 @@ def mode_of(options: dict) -> str:
 def read_run(path: Path) -> Run:
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # all values as text
     found = read(path / "config.yaml", lambda file: yaml.load(file, loader), {})
+    found = flatten_join(found)  # options of a nested dataclass get a dot
     options = {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in found.items()}
     summary = read(path / "summary.json", read_summary, {})
     run = Run(path, options, read(path / "logs" / "csv" / "metrics.csv", read_rows, []))

@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 import zlib
-from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -39,7 +38,7 @@ import yaml
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 from cli import newest_run  # noqa: E402 - they import no torch
-from config import ConfigError, TrainConfig, mode_of  # noqa: E402
+from config import ConfigError, TrainConfig, mode_of, options_of  # noqa: E402
 
 try:
     import optuna
@@ -49,7 +48,7 @@ try:
 except ImportError as error:
     sys.exit(f"sweep.py: error: {error}: pip install optuna==5.0.0")
 
-TYPES = {option.name: option.type for option in fields(TrainConfig)}
+TYPES = {name: option.type for name, option in options_of(TrainConfig).items()}
 PREEMPTED = 75  # the exit code of a run that was asked to stop and has saved
 
 
@@ -68,7 +67,7 @@ class Sweep:
         self.is_grid = not any(isinstance(choice, dict) for choice in self.space.values())
         self.stopping = threading.Event()
         given = (read(args.shared)[0] if args.shared else {}) | self.fixed
-        given |= dict(re.findall(r"--(\w+)[= ](\S+)", " ".join(args.options)))
+        given |= dict(re.findall(r"--([\w.]+)[= ](\S+)", " ".join(args.options)))
         monitor = given.get("monitor") or TrainConfig.monitor
         mode = given.get("monitor_mode") or mode_of(monitor)
         if mode is None:
@@ -229,6 +228,7 @@ def read(file: str) -> tuple[dict, dict]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected lines of `option: value`")
     space = {}
+    content = flat(content)
     for name, value in content.items():
         if name not in TYPES:
             raise ConfigError(f"{file}: unknown option {name!r}")
@@ -246,6 +246,18 @@ def read(file: str) -> tuple[dict, dict]:
         elif value == []:
             raise ConfigError(f"{file}: {name}: the list is empty")
     return {name: value for name, value in content.items() if name not in space}, space
+
+
+def flat(content: dict, prefix: str = "") -> dict:
+    """The options with those of nested dataclasses by names with a dot: `optim: {lr: [1, 2]}` is `optim.lr: [1, 2]`."""
+    found = {}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and any(option.startswith(f"{name}.") for option in TYPES):
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
 
 
 def suggest(trial: optuna.Trial, name: str, choice: list | dict):

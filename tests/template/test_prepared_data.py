@@ -1,0 +1,127 @@
+"""Data that is prepared once: on each machine one process calls build_datasets alone, and the others wait as long as it
+lives. What was cut off by a kill is begun again."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, TORCHRUN, call, is_running, kill_group, run_dir, start, wait_for
+from edits import insert_before
+
+# A slow download, as people write it: into a folder that is there from the first moment on. It is whole once it has its
+# mark. A file "go" lets it end. Two at a time fail.
+DOWNLOAD = """
+import os
+import time
+from pathlib import Path
+
+folder = Path(os.environ["DOWNLOAD"])
+with open(folder / "log", "a") as log:
+    log.write(f"{os.getpid()} called\\n")
+if not (folder / "whole").exists():
+    (folder / "part").touch()
+    with open(folder / "log", "a") as log:
+        log.write(f"{os.getpid()} began\\n")
+    while not (folder / "go").exists():
+        time.sleep(0.02)
+    (folder / "whole").touch()
+    with open(folder / "log", "a") as log:
+        log.write(f"{os.getpid()} ended\\n")
+"""
+ON_3 = TORCHRUN.replace("--nproc_per_node 2", "--nproc_per_node 3")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return insert_before(tmp_path_factory.mktemp("program"), "digits", DOWNLOAD)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "download"
+    folder.mkdir()
+    return folder
+
+
+def log(folder: Path, word: str) -> list[int]:
+    """The processes that have begun, or ended, or called."""
+    path = folder / "log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [int(line.split()[0]) for line in lines if line.endswith(word)]
+
+
+def end(process) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    return out
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "Fabric"])
+def test_one_of_three_processes_downloads_and_the_others_wait_for_it(launcher: str, program, folder, tmp_path):
+    options = f"{SMALL} --epochs 1 --effective_batch_size 48"
+    if launcher == "torchrun":
+        process = start(f"{ON_3} {program}/train.py {options}", tmp_path, DOWNLOAD=str(folder))
+    else:
+        process = start(f"{program}/train.py {options} --devices 3", tmp_path, DOWNLOAD=str(folder))
+    wait_for(lambda: log(folder, "began"))
+    assert len(log(folder, "called")) == 1
+    (folder / "go").touch()
+    end(process)
+    assert len(log(folder, "began")) == len(log(folder, "ended")) == 1
+    assert len(log(folder, "called")) == 3
+    assert (run_dir(tmp_path) / "model.pt").exists()
+
+
+def test_what_was_cut_off_by_a_kill_is_begun_again(program, folder, tmp_path):
+    """By one of the processes that have waited: these are no ranks of one run, which would be killed together."""
+    processes = [
+        start(f"{program}/train.py {SMALL} --epochs 1 --out_dir run{i}", tmp_path, DOWNLOAD=str(folder))
+        for i in range(3)
+    ]
+    (first,) = wait_for(lambda: log(folder, "began"))
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: len(log(folder, "began")) == 2)
+    assert len(log(folder, "called")) == 2  # the third one waits again
+    (folder / "go").touch()
+    for process in processes:
+        if process.pid == first:
+            process.communicate(timeout=300)
+        else:
+            end(process)
+    assert len(log(folder, "ended")) == 1 and len(log(folder, "called")) == 3
+
+
+def test_a_killed_run_of_three_processes_begins_the_download_again(program, folder, tmp_path):
+    command = f"{ON_3} {program}/train.py {SMALL} --epochs 1 --effective_batch_size 48"
+    process = start(command, tmp_path, DOWNLOAD=str(folder))
+    wait_for(lambda: log(folder, "began"))
+    kill_group(process)
+    process.communicate()
+    called = log(folder, "called")
+    wait_for(lambda: not any(map(is_running, called)))
+    (folder / "go").touch()
+    end(start(command, tmp_path, DOWNLOAD=str(folder)))
+    assert len(log(folder, "began")) == 2 and len(log(folder, "ended")) == 1
+
+
+def test_a_download_that_fails_is_tried_by_the_next_process_and_told_by_each(program, tmp_path):
+    """The folder is missing: an OSError in build_datasets."""
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
+    assert "KeyError: 'DOWNLOAD'" in error
+    process = start(f"{program}/train.py {SMALL} --devices 2", tmp_path, DOWNLOAD=str(tmp_path / "missing"))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 2 and "No such file or directory" in err, out + err
+
+
+def test_test_py_waits_as_well(program, folder, tmp_path):
+    (folder / "go").touch()
+    call_env = {"DOWNLOAD": str(folder)}
+    end(start(f"{program}/train.py {SMALL} --epochs 1", tmp_path, **call_env))
+    for name in ("go", "whole", "log"):
+        (folder / name).unlink()
+    process = start(f"{program}/test.py --devices 2 --accelerator cpu", tmp_path, **call_env)
+    wait_for(lambda: log(folder, "began"))
+    (folder / "go").touch()
+    end(process)
+    assert len(log(folder, "began")) == 1 and len(log(folder, "called")) == 2

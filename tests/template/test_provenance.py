@@ -1,0 +1,109 @@
+"""A run contains what made it: its source files, once per state, and in each checkpoint its config and the hash of each
+file. A checkpoint can be evaluated far from its run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, call, run_dir
+from edits import REPO, copy_programs, replace
+
+from cli import read_config, to_yaml
+
+CSV = f"{SMALL} --lr_schedule constant --logger_name csv"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    """A copy without git, with a package of its own."""
+    program = copy_programs(tmp_path_factory.mktemp("copy") / "program")
+    (program / "parts").mkdir()
+    (program / "parts" / "blocks.py").write_text("SCALE = 1\n")
+    return program
+
+
+@pytest.fixture(scope="module")
+def trained(program, tmp_path_factory) -> Path:
+    cwd = tmp_path_factory.mktemp("trained")
+    call(f"{program}/train.py {CSV} --epochs 1", cwd)
+    return run_dir(cwd)
+
+
+def codes(run: Path) -> list[Path]:
+    return sorted(run.glob("provenance/code-*"))
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
+
+
+def test_a_run_has_the_source_files(program, trained):
+    (code,) = codes(trained)
+    assert files(code) == files(program)
+    assert len(files(code)) == 11
+
+
+def test_a_run_from_its_own_copy_ends_with_the_same_weights(trained, tmp_path):
+    call(f"{codes(trained)[0]}/train.py {CSV} --epochs 1", tmp_path)
+    ours, theirs = (torch.load(run / "model.pt", weights_only=True) for run in (trained, run_dir(tmp_path)))
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+
+
+def test_a_checkpoint_has_the_config(trained):
+    for path in trained.glob("checkpoints/*.ckpt"):
+        config = torch.load(path, weights_only=True)["checkpoint"]["config"]
+        assert config == (trained / "config.yaml").read_text() == to_yaml(read_config(trained))
+
+
+def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(program, trained, tmp_path):
+    changed = Path(shutil.copytree(program, tmp_path / "changed"))
+    replace(changed, "use of dropout", "config.width, 0.0)")
+    (changed / "parts" / "blocks.py").write_text("SCALE = 2\n")
+    run = Path(shutil.copytree(trained, tmp_path / trained.name))
+    tested = call(f"{changed}/test.py", tmp_path).stdout
+    assert f"{run.name}/checkpoints/best.ckpt on 380 test samples; changed since: parts/blocks.py, train.py\n" in tested
+    resumed = call(f"{changed}/train.py --resume auto --epochs 2", tmp_path).stdout
+    assert "step-00000004.ckpt; changed since: parts/blocks.py, train.py\n" in resumed
+    assert len(codes(run)) == 2  # once per state
+    again = call(f"{changed}/train.py --resume auto --epochs 3", tmp_path).stdout
+    assert "changed since" not in again
+    assert len(codes(run)) == 2
+
+
+def test_nothing_is_said_where_nothing_has_changed(program, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / trained.name)
+    assert "changed since" not in call(f"{program}/test.py", tmp_path).stdout
+    assert "changed since" not in call(f"{program}/train.py --resume auto --epochs 2", tmp_path).stdout
+
+
+def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, trained, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    shutil.copytree(trained, tmp_path / trained.name)
+    expected = call(f"{program}/test.py", tmp_path).stdout.splitlines()[2:4]
+    shutil.copy(trained / "checkpoints" / "best.ckpt", here / "good.ckpt")
+    found = call(f"{program}/test.py --checkpoint here/good.ckpt", tmp_path).stdout.splitlines()
+    assert found[2:4] == expected
+    assert found[-1] == "results here/test_test_good.json" and (here / "test_test_good.json").exists()
+
+
+def test_the_path_of_a_checkpoint_in_a_run_means_that_run(program, trained, tmp_path):
+    older = Path(shutil.copytree(trained, tmp_path / "20200101-000000-train_out"))
+    shutil.copytree(trained, tmp_path / trained.name)
+    found = call(f"{program}/test.py --checkpoint {older.name}/checkpoints/best.ckpt", tmp_path).stdout
+    assert f"results {older.name}/test_test_best.json" in found
+
+
+def test_weights_alone_need_a_run(program, trained, tmp_path):
+    shutil.copy(trained / "model.pt", tmp_path)
+    error = call(f"{program}/test.py --checkpoint model.pt", tmp_path, code=2).stderr
+    assert "config.yaml" in error and error.count("\n") == 1
+    found = call(f"{program}/test.py --checkpoint model.pt --out_dir {trained}", tmp_path).stdout
+    assert "accuracy" in found
+
+
+def test_the_template_itself_is_copied_without_its_tests(trained, tmp_path):
+    call(f"{REPO}/train.py {CSV} --epochs 1", tmp_path)
+    (code,) = codes(run_dir(tmp_path))
+    assert (code / "train.py").exists() and not (code / "tests" / "template").exists()
