@@ -5,6 +5,7 @@ launcher, the command line. One parser reads them all, and one config is made of
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -412,6 +413,8 @@ def parse_or_exit(parse: Callable) -> Any:
     signals, closed streams, and no garbage collection until `run`."""
     if sys.platform == "win32":
         end(2, "Windows lacks what runs need, such as locks and signals: use WSL2")
+    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
+        die_with_launcher()
     gc.disable()  # until `run`: the imports create a million objects that stay, and the start takes 2 s less
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     if sys.stdout is None:  # if it was closed
@@ -422,6 +425,14 @@ def parse_or_exit(parse: Callable) -> Any:
         return parse(sys.argv[1:])
     except ConfigError as error:
         end(2, str(error))
+
+
+def die_with_launcher():
+    """Makes the system end this process when the process that has launched it dies. With torchrun all ranks are still
+    there, and can save; otherwise rank 0 has launched the others, and they cannot save without it."""
+    PR_SET_PDEATHSIG = 1
+    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if is_elastic else signal.SIGKILL)
 
 
 def say(message: str):

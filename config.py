@@ -99,7 +99,7 @@ class TrainConfig(MachineConfig):
 
 @dataclass(frozen=True)
 class TestConfig(MachineConfig):
-    """Evaluate a run of train.py; data and model come from the run's config.yaml."""
+    """Evaluate a run of train.py; data and model are those of the checkpoint's config."""
 
     out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path

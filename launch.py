@@ -1,11 +1,9 @@
 """How the processes of a run begin and end: Fabric and its strategy, checks that the ranks agree, signals."""
 
-import ctypes
 import fcntl
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -188,8 +186,6 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     if started != fabric.world_size:
         asked = f"--devices {config.devices} --num_nodes {config.num_nodes}: asks for {fabric.world_size} process(es)"
         raise ConfigError(f"{asked}, but the launcher has started {started}")
-    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
-        die_with_launcher()
 
     def start(fabric: Fabric) -> int:
         other = differing_rank(fabric, fingerprint(config))
@@ -202,14 +198,6 @@ def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, otherwise gloo may abort at exit
     return code
-
-
-def die_with_launcher():
-    """Makes the system end this process when the process that has launched it dies. With torchrun all ranks are still
-    there, and can save; otherwise rank 0 has launched the others, and they cannot save without it."""
-    PR_SET_PDEATHSIG = 1
-    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if is_elastic else signal.SIGKILL)
 
 
 def source_files() -> dict:

@@ -122,7 +122,7 @@ def main(config: TestConfig) -> int:
     if not contents:
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; another checkpoint may do")
     about = contents.get("checkpoint", {})  # model.pt has the weights alone
-    if "config" in about and not (run_dir / "config.yaml").exists():  # it was moved away from its run
+    if "config" in about:
         train_config = cli.config_of(about["config"], f"config in {path}: ")
     else:
         train_config = cli.read_config(run_dir)

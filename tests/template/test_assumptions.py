@@ -25,8 +25,6 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 import cli
 import launch
@@ -385,7 +383,7 @@ OF_TORCHRUN = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_R
     [(FABRIC_RUN, OF_TORCHRUN | OF_FABRIC), ("torchrun --nproc_per_node 1", OF_TORCHRUN)],
 )
 def test_launchers_set_these_variables(launcher: str, expected: dict, tmp_path):
-    """cli.words_of_launcher reads the devices of them, cli.end the rank, and launch.die_with_launcher whether it is
+    """cli.words_of_launcher reads the devices of them, cli.end the rank, and cli.die_with_launcher whether it is
     torchrun."""
     (tmp_path / "tells.py").write_text(TELLS)
     found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path).stdout)
@@ -414,29 +412,6 @@ def test_fabric_finds_slurm_by_its_tasks_and_takes_a_job_bash_for_a_shell(monkey
         assert SLURMEnvironment.detect() == is_found
     monkeypatch.setenv("SLURM_LOCALID", "1")
     assert SLURMEnvironment.local_rank(None) == 1 and not cli.is_local_zero()
-
-
-# ---- loggers
-
-
-def test_the_hyperparameters_of_tensorboard_are_three_summaries_for_one_event_file(tmp_path):
-    """loggers.TensorBoardLogger leaves out the first, and writes by a private name. add_hparams, the public way, still
-    makes a second file."""
-    summaries = hparams({"width": 1}, {})
-    assert [summary.value[0].tag.rpartition("/")[2] for summary in summaries] == [
-        "experiment",
-        "session_start_info",
-        "session_end_info",
-    ]
-    writer = SummaryWriter(tmp_path / "ours")
-    events = writer._get_file_writer()
-    for summary in summaries:
-        events.add_summary(summary)
-    events.close()
-    assert len([*(tmp_path / "ours").iterdir()]) == 1
-    with SummaryWriter(tmp_path / "public") as writer:
-        writer.add_hparams({"width": 1}, {}, run_name=".")
-    assert len([*(tmp_path / "public").iterdir()]) == 2
 
 
 # ---- simple_parsing and argparse

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import call, run
+from conftest import SMALL, call, run
 
 from cli import to_yaml
 from config import TrainConfig
@@ -199,7 +199,7 @@ def test_value_that_is_not_allowed_in_test_py(options: str, option: str, tmp_pat
         ("epochs: {a: 1}", "epochs"),
         ("logger_name: [csv, mlflow]", "--logger_name"),
         ("logger_name: [[csv]]", "logger_name"),
-        ("seed: 1\ndevices: [0, 1]", "line 2: devices: expected one value"),
+        ("seed: 1\ndevices: [0, 1]", "--devices 0 1: expected one value"),
         ("? [a, b]\n: 3", "line 1: "),
         ("dataset: cifar", "--dataset"),
         ("compile: maybe", "--compile"),
@@ -246,19 +246,28 @@ def test_resume_with_a_damaged_config(tmp_path: Path):
     refused("train.py --resume train_out", tmp_path, "config.yaml", "--seed")
 
 
-@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
 @pytest.mark.parametrize("length", [0, CONFIG.index("width"), CONFIG.index("checkpoint_frequency"), len(CONFIG) - 5])
-def test_run_with_a_truncated_config(script: str, length: int, tmp_path: Path):
+def test_run_with_a_truncated_config(length: int, tmp_path: Path):
     """Its options would be taken for the defaults, those after the last that is fixed, too."""
     make_run(tmp_path, config=CONFIG[:length])
-    refused(f"{script} train_out", tmp_path, "config.yaml", "damaged")
+    refused("train.py --resume train_out", tmp_path, "config.yaml", "damaged")
 
 
-@pytest.mark.parametrize("config", [CONFIG, CONFIG.partition("\n")[2]])
-def test_an_option_that_is_fixed_on_a_resume_is_never_guessed(config: str, tmp_path: Path):
-    make_run(tmp_path, config=config.replace("width: 32\n", ""))
-    for script in ("train.py --resume", "test.py --out_dir"):
-        refused(f"{script} train_out", tmp_path, "config.yaml", "it lacks width")
+def test_an_option_that_is_fixed_on_a_resume_is_never_guessed(tmp_path: Path):
+    make_run(tmp_path, config=CONFIG.replace("width: 32\n", ""))
+    refused("train.py --resume train_out", tmp_path, "config.yaml", "it lacks width")
+
+
+@pytest.mark.parametrize(
+    "config, words", [(CONFIG[:99], "damaged"), (CONFIG.replace("width: 32\n", ""), "lacks width")]
+)
+def test_weights_alone_are_evaluated_with_the_config_of_the_run(config: str, words: str, tmp_path: Path):
+    """A checkpoint has a config of its own."""
+    call(f"train.py {SMALL} --epochs 1", tmp_path)
+    (path,) = tmp_path.glob("*/config.yaml")
+    path.write_text(config)
+    refused("test.py --checkpoint model.pt", tmp_path, "config.yaml", words)
+    assert "accuracy" in call("test.py", tmp_path).stdout
 
 
 @pytest.mark.parametrize(

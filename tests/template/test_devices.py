@@ -55,12 +55,15 @@ def test_checkpoints_of_another_machines_gpu_are_read(tmp_path):
     assert "resumed from" in call("train.py --resume auto --epochs 3", tmp_path).stdout
 
 
-def test_convolutions_are_deterministic_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_convolutions_are_deterministic_on_a_gpu_or_free_to_be_fast(deterministic: bool, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not deterministic)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
     precision = torch.get_float32_matmul_precision()
-    launch.prepare_device(TrainConfig(accelerator="gpu"))
+    launch.prepare_device(TrainConfig(deterministic=deterministic), "cuda")
     torch.set_float32_matmul_precision(precision)
-    assert torch.backends.cudnn.deterministic
+    assert torch.backends.cudnn.deterministic == deterministic
+    assert torch.backends.cudnn.benchmark != deterministic
 
 
 # ---- 16-mixed

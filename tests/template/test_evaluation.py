@@ -6,7 +6,6 @@ import shlex
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ import torch
 from conftest import ON_2, SMALL, call, run, run_dir
 from edits import insert_before, replace
 from lightning.fabric import Fabric
-from torchmetrics import MetricCollection
 
-import test
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from model import Model
 from rundir import RunDir
 
@@ -197,21 +194,6 @@ def test_predictions_that_cannot_be_kept_are_refused_in_one_line(
     (line,) = [line for line in error.splitlines() if "error" in line]
     assert re.match(f"test.py: error: --predictions: .*{words}", line) and "Traceback" not in error
     assert set(folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize("memory, disk, fits", [(400, 200, True), (399, 200, False), (400, 199, False)])
-def test_predictions_need_their_size_on_the_disk_and_twice_in_memory(memory, disk, fits, monkeypatch, tmp_path: Path):
-    """In memory first in batches, then together. Here 10 samples have 20 bytes each, of which the first batch has 3."""
-    monkeypatch.setattr(test, "available_memory", lambda: memory)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=disk))
-    kept = test.KeepOutputs(MetricCollection({}), 10, tmp_path)
-    batch = (torch.zeros(3, 4), torch.zeros(3))
-    if fits:
-        kept.update(*batch)
-        assert [len(output) for output in kept.batches[0]] == [3, 3]
-    else:
-        with pytest.raises(ConfigError, match="--predictions: would take 2e-07 GB"):
-            kept.update(*batch)
 
 
 # ---- a user's own dataset, from end to end

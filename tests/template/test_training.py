@@ -155,7 +155,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DataParallelStrategy
 
 strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
-train.build_fabric = lambda config: prepare_device(config) or Fabric(accelerator="cpu", devices=1, strategy=strategy)
+fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+train.build_fabric = lambda config: prepare_device(config, "cpu") or fabric
 sys.exit(train.main(parse_train(sys.argv[1:])))
 """
 
