@@ -266,7 +266,7 @@ def test_weights_alone_are_evaluated_with_the_config_of_the_run(config: str, wor
     call(f"train.py {SMALL} --epochs 1", tmp_path)
     (path,) = tmp_path.glob("*/config.yaml")
     path.write_text(config)
-    refused("test.py --checkpoint model.pt", tmp_path, "config.yaml", words)
+    refused(f"test.py --checkpoint {path.parent}/model.pt", tmp_path, "config.yaml", words)
     assert "accuracy" in call("test.py", tmp_path).stdout
 
 

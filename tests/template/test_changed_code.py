@@ -200,4 +200,4 @@ def test_a_checkpoint_of_another_format_is_refused(stopped):
         saved = torch.load(path, weights_only=True)
         saved["checkpoint"]["format"] = 1
         torch.save(saved, path)
-    assert "step-00000008.ckpt is of another version of the template" in refused(REPO, stopped)
+    assert "step-00000004.ckpt is of another version of the template" in refused(REPO, stopped)

@@ -149,14 +149,14 @@ DP = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch, train
-from launch import prepare_device
+from launch import build_fabric
 from cli import parse_train
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DataParallelStrategy
 
 strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
 fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-train.build_fabric = lambda config: prepare_device(config, "cpu") or fabric
+train.build_fabric = lambda config: build_fabric(config) and fabric
 sys.exit(train.main(parse_train(sys.argv[1:])))
 """
 
