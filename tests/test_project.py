@@ -1,0 +1,241 @@
+"""Tests of your project, whatever its model, data, loss, loop, options and defaults are. They need pytest alone, and
+start the real programs, in small runs on the CPU: less than half a minute for the template as it is.
+
+python -m pytest tests/test_project.py
+"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import cli  # noqa: E402
+import config  # noqa: E402
+
+# The options of a run of 10 steps, in epochs of 4. A step has two micro-batches. Every step is logged; 5 and 10 are
+# validated; 3, 6, 9 and 10 are saved. If your model is large, add the options that make it small.
+SMALL = {
+    "root_dir": ".",
+    "out_dir": "run",
+    "accelerator": "cpu",
+    "devices": "1",
+    "num_nodes": "1",
+    "precision": "32-true",  # 16-mixed needs a GPU
+    "compile": "None",  # takes a minute, and may change the bits of a resume
+    "num_workers": "0",
+    "effective_batch_size": "16",
+    "micro_batch_size": "8",
+    "max_steps": "10",
+    "limit_train_batches": "4",
+    "limit_val_batches": "2",
+    "log_interval": "1",
+    "val_interval": "5",
+    "checkpoint_interval": "3",
+    "logger_name": "csv",
+}
+# The columns of metrics.csv that are measured, and differ from run to run. If you log another one, add it.
+MEASURED = {"samples_per_second", "data_wait", "peak_memory_mb"}
+
+# Python imports a module of this name when it starts. This one kills the process when it is about to rename its third
+# checkpoint, which is in the middle of an epoch. A kill from outside might come after the end of so short a run.
+SITECUSTOMIZE = """
+import os, pathlib, signal, sys
+
+renamed = []
+
+def watch(event, args):
+    if event == "os.rename" and pathlib.Path(os.fsdecode(args[1])).parent.name == "checkpoints":
+        renamed.append(args[1])
+        if len(renamed) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+"""
+
+
+def names_of(options: Any, prefix: str = "") -> Iterator[str]:
+    """The names of all options of a config. Those of a nested dataclass have its name and a dot before them."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if is_dataclass(value):
+            yield from names_of(value, f"{prefix}{option.name}.")
+        else:
+            yield f"{prefix}{option.name}"
+
+
+def small(cls: type = config.TrainConfig, **changed: str) -> str:
+    """The options of a small run. An option that is gone from your code is left out."""
+    known = set(names_of(cls()))
+    return " ".join(f"--{name} {value}" for name, value in (SMALL | changed).items() if name in known)
+
+
+def environment() -> dict[str, str]:
+    """That of this process, without what makes a run log to a server, or take itself for a part of a job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "LT_", "SLURM_"))}
+
+
+def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess:
+    """Runs `train.py ...` or `test.py ...` in a process of its own, and checks the exit code."""
+    script, *options = command.split()
+    done = subprocess.run(
+        [sys.executable, str(REPO / script), *options],
+        cwd=cwd,
+        env=environment() | {"OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, f"{command}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def run_dir(cwd: Path) -> Path:
+    """The one run directory in a folder."""
+    (found,) = cwd.glob("*/config.yaml")
+    return found.parent
+
+
+def history(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv, without what is measured."""
+    with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
+        return [{name: value for name, value in row.items() if name not in MEASURED} for row in csv.DictReader(file)]
+
+
+def bits(path: Path) -> dict[str, Any]:
+    """Every value in model.pt or a checkpoint, by name; the bytes of a tensor. Without the entry that a checkpoint has
+    about itself, where the seconds of the run are."""
+
+    def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, torch.Tensor):
+            raw = value.contiguous().flatten().view(torch.uint8)
+            yield name, (value.dtype, value.shape, raw.numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                yield from leaves(item, f"{name}[{key!r}]")
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                yield from leaves(item, f"{name}[{number}]")
+        else:
+            yield name, repr(value)
+
+    saved = torch.load(path, "cpu", weights_only=True)
+    saved.pop("checkpoint", None)
+    return dict(leaves(saved, path.name))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The directory of a run that was left alone."""
+    cwd = tmp_path_factory.mktemp("whole")
+    run(f"train.py {small()}", cwd)
+    return run_dir(cwd)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    """The directory of the same run, killed in the middle and resumed."""
+    cwd = tmp_path_factory.mktemp("resumed")
+    (cwd / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    path = f"{cwd}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    run(f"train.py {small()}", cwd, code=-signal.SIGKILL, PYTHONPATH=path)
+    folder = run_dir(cwd)
+    assert any(folder.glob("checkpoints/*.ckpt")) and not (folder / "model.pt").exists()
+    run(f"train.py --resume {folder.name}", cwd)
+    return folder
+
+
+# ---- training
+
+
+def test_fast_run_tries_every_part_of_the_loop_and_writes_nothing(tmp_path: Path):
+    printed = run(f"train.py {small()} --fast_run", tmp_path).stdout
+    assert config.TrainConfig().monitor in printed  # so it has validated
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("files", ["model.pt", "checkpoints/*.ckpt"])
+def test_a_run_that_was_killed_and_resumed_has_the_same_bits(files: str, whole: Path, resumed: Path):
+    """If not, a step depends on what a resume does not restore: on a value that is not in `state` of train.py, or on
+    random numbers other than those of torch's own generators."""
+    names = sorted(str(path.relative_to(whole)) for path in whole.glob(files))
+    assert names == sorted(str(path.relative_to(resumed)) for path in resumed.glob(files)) != []
+    for name in names:
+        expected = bits(whole / name)
+        found = bits(resumed / name)
+        assert found.keys() == expected.keys()
+        assert [value for value in expected if found[value] != expected[value]] == []
+
+
+def test_a_run_that_was_killed_and_resumed_has_the_same_history(whole: Path, resumed: Path):
+    rows = history(whole)
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 11)]
+    assert history(resumed) == rows
+
+
+def test_two_processes_train_like_one(whole: Path, tmp_path: Path):
+    """One process computes the two micro-batches of a step in turn, two compute them at once: the same samples, with
+    the same random numbers. Only the training loss is compared. A validation has other batches on two processes, so
+    other random numbers, and BatchNorm's statistics there are those of the first process."""
+    run(f"train.py {small(devices='2')}", tmp_path)
+    one = history(whole)
+    two = history(run_dir(tmp_path))
+    assert [row["step"] for row in two] == [row["step"] for row in one]
+    losses = [float(row["train/loss"]) for row in one]
+    # Rounding is 1e-7 of the loss, and grows in 10 steps, most of all with ReLUs or an adversary. Other samples, or
+    # gradients that are not averaged, change it by more than 1e-3. The largest loss is the scale: one may be about 0.
+    tolerance = 1e-3 * max(map(abs, losses))
+    assert [float(row["train/loss"]) for row in two] == pytest.approx(losses, rel=0, abs=tolerance)
+
+
+def test_the_finished_run_is_evaluated(whole: Path):
+    run(f"test.py {small(config.TestConfig, out_dir=whole.name)}", whole.parent)
+    (report,) = whole.glob("test_*.json")
+    assert json.loads(report.read_text())["num_samples"] > 0
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("script, cls", [("train.py", config.TrainConfig), ("test.py", config.TestConfig)])
+def test_every_option_has_a_valid_default_and_is_in_the_help(script: str, cls: type, tmp_path: Path):
+    names = list(names_of(cls()))  # raises ConfigError for a default that is not valid
+    words = run(f"{script} --help", tmp_path).stdout.split()
+    assert [name for name in names if f"--{name}" not in words] == []
+
+
+def test_config_yaml_is_read_back_as_the_same_config(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)  # a launcher would change the options
+    given = cli.parse_train(small().split())
+    assert cli.read_config(whole) == replace(given, resume=None, config_path=None)
+    defaults = replace(config.TrainConfig(), resume=None, config_path=None)
+    (tmp_path / "config.yaml").write_text(cli.to_yaml(defaults))
+    assert cli.read_config(tmp_path) == defaults
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train.py --no_such_option 1",
+        "train.py --max_steps many",
+        "train.py --max_steps 0",
+        "test.py --no_such_option 1",
+        "test.py --out_dir no_such_run",
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(command: str, tmp_path: Path):
+    done = run(command, tmp_path, code=2)
+    assert len(done.stderr.splitlines()) == 1 and command.split()[1] in done.stderr
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
