@@ -38,7 +38,7 @@ try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --nu
 for mode in default reduce-overhead; do
     try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --compile $mode"
 done
-try '.*100%' "python -m pytest -m gpu -n 0 -p no:cacheprovider $repo/tests/template/test_gpu.py"
+try '.*100%' "python -m pytest -m gpu -p no:cacheprovider $repo/tests/template/test_gpu.py"
 
 if ((gpus > 1)); then
     try 'effective_batch_size 64 = 2 device' "python $repo/train.py --devices 2 --epochs 8 --out_dir two"
