@@ -1,5 +1,6 @@
-"""Tests of your project, whatever its model, data, loss, loop, options and defaults are. They need pytest alone, and
-start the real programs, in small runs on the CPU: less than half a minute for the template as it is.
+"""Tests of this project, whatever its model, data, loss, loop, options and defaults are: none of them knows a loss, a
+count or an option that you may change. They start the real programs in small runs on the CPU, which takes less than a
+minute with the template's own model.
 
 python -m pytest tests/test_project.py
 """
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import cli  # noqa: E402
 import config  # noqa: E402
 
 # The options of a run of 10 steps, in epochs of 4. A step has two micro-batches. Every step is logged; 5 and 10 are
-# validated; 3, 6, 9 and 10 are saved. If your model is large, add the options that make it small.
+# validated; 3, 6, 9 and 10 are saved. Add what your project needs, such as a data_dir, or a size for a large model.
 SMALL = {
     "root_dir": ".",
     "out_dir": "run",
@@ -65,24 +66,14 @@ sys.addaudithook(watch)
 """
 
 
-def names_of(options: Any, prefix: str = "") -> Iterator[str]:
-    """The names of all options of a config. Those of a nested dataclass have its name and a dot before them."""
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if is_dataclass(value):
-            yield from names_of(value, f"{prefix}{option.name}.")
-        else:
-            yield f"{prefix}{option.name}"
-
-
 def small(cls: type = config.TrainConfig, **changed: str) -> str:
-    """The options of a small run. An option that is gone from your code is left out."""
-    known = set(names_of(cls()))
+    """The options of a small run. Those that train.py or test.py does not have are left out."""
+    known = config.options_of(cls)
     return " ".join(f"--{name} {value}" for name, value in (SMALL | changed).items() if name in known)
 
 
 def environment() -> dict[str, str]:
-    """That of this process, without what makes a run log to a server, or take itself for a part of a job."""
+    """That of this process, without the variables of launchers and loggers that may be around the tests."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "LT_", "SLURM_"))}
 
 
@@ -114,8 +105,8 @@ def history(folder: Path) -> list[dict[str, str]]:
 
 
 def bits(path: Path) -> dict[str, Any]:
-    """Every value in model.pt or a checkpoint, by name; the bytes of a tensor. Without the entry that a checkpoint has
-    about itself, where the seconds of the run are."""
+    """Every value in model.pt or a checkpoint by name; of a tensor, its bytes. What a checkpoint has about itself, such
+    as the seconds of the run, is left out."""
 
     def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
@@ -167,8 +158,8 @@ def test_fast_run_tries_every_part_of_the_loop_and_writes_nothing(tmp_path: Path
 
 @pytest.mark.parametrize("files", ["model.pt", "checkpoints/*.ckpt"])
 def test_a_run_that_was_killed_and_resumed_has_the_same_bits(files: str, whole: Path, resumed: Path):
-    """If not, a step depends on what a resume does not restore: on a value that is not in `state` of train.py, or on
-    random numbers other than those of torch's own generators."""
+    """If this fails, a step depends on what a resume does not restore: a value that is not in `state` of train.py, or
+    random numbers that do not come from torch's default generators."""
     names = sorted(str(path.relative_to(whole)) for path in whole.glob(files))
     assert names == sorted(str(path.relative_to(resumed)) for path in resumed.glob(files)) != []
     for name in names:
@@ -185,9 +176,9 @@ def test_a_run_that_was_killed_and_resumed_has_the_same_history(whole: Path, res
 
 
 def test_two_processes_train_like_one(whole: Path, tmp_path: Path):
-    """One process computes the two micro-batches of a step in turn, two compute them at once: the same samples, with
-    the same random numbers. Only the training loss is compared. A validation has other batches on two processes, so
-    other random numbers, and BatchNorm's statistics there are those of the first process."""
+    """One process computes the two micro-batches of a step in turn, two compute them at once, with the same samples and
+    random numbers. Only the training loss is compared: in a validation, two processes have other batches than one, so
+    other random numbers, and BatchNorm has the statistics of the first process."""
     run(f"train.py {small(devices='2')}", tmp_path)
     one = history(whole)
     two = history(run_dir(tmp_path))
@@ -210,19 +201,22 @@ def test_the_finished_run_is_evaluated(whole: Path):
 
 @pytest.mark.parametrize("script, cls", [("train.py", config.TrainConfig), ("test.py", config.TestConfig)])
 def test_every_option_has_a_valid_default_and_is_in_the_help(script: str, cls: type, tmp_path: Path):
-    names = list(names_of(cls()))  # raises ConfigError for a default that is not valid
+    cls()  # raises ConfigError if a default is not valid
     words = run(f"{script} --help", tmp_path).stdout.split()
-    assert [name for name in names if f"--{name}" not in words] == []
+    assert [name for name in config.options_of(cls) if f"--{name}" not in words] == []
 
 
-def test_config_yaml_is_read_back_as_the_same_config(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_defaults_can_be_written_and_read():
+    defaults = replace(config.TrainConfig(), resume=None, config_path=None)  # which config.yaml does not have
+    assert cli.config_of(cli.to_yaml(defaults), "config.yaml: ") == defaults
+
+
+def test_a_run_has_the_options_that_were_given(whole: Path, monkeypatch: pytest.MonkeyPatch):
     for name in os.environ.keys() - environment().keys():
-        monkeypatch.delenv(name)  # a launcher would change the options
+        monkeypatch.delenv(name)  # as in the run
     given = cli.parse_train(small().split())
-    assert cli.read_config(whole) == replace(given, resume=None, config_path=None)
-    defaults = replace(config.TrainConfig(), resume=None, config_path=None)
-    (tmp_path / "config.yaml").write_text(cli.to_yaml(defaults))
-    assert cli.read_config(tmp_path) == defaults
+    written = cli.read_config(whole)
+    assert replace(written, resume=None, config_path=None) == replace(given, resume=None, config_path=None)
 
 
 @pytest.mark.parametrize(
