@@ -1,4 +1,5 @@
-"""tests/test_project.py passes in copies of the template that were edited, and fails where a copy is wrong."""
+"""What becomes of the template in a project of one's own: tests/test_project.py passes after edits and with other
+defaults, also where the rest is deleted, and fails where the code is wrong. Windows is refused in one line."""
 
 import os
 import re
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 from conftest import REPO, clean_environment, diffs, edited
 from edits import copy_programs, insert_after, insert_before, replace
+from test_own_options import FIELDS, NESTED, with_fields
 from test_recipes import RECIPES, with_recipe
 
 DIFFS = diffs("README.md")
 PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
-NEEDS = {"text_classification": "transformers"}  # packages that requirements.txt does not have
+NEEDS = {"text_classification": "transformers"}  # packages that are not in requirements.txt
+(DELETE,) = re.findall(r"^rm -r .+$", (REPO / "README.md").read_text(), re.MULTILINE)
 
 # Other defaults, by the name of the option.
 DEFAULTS = {
@@ -51,8 +54,17 @@ def with_defaults(program: Path, defaults: dict[str, str]) -> Path:
     return program
 
 
+def stripped(folder: Path) -> Path:
+    """A copy of the repository in which README.md's command has deleted what a project does not need, and recipes/ is
+    deleted, too."""
+    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
+    copy = Path(shutil.copytree(REPO, folder, ignore=skipped))
+    subprocess.run(f"{DELETE} && rm -r recipes", shell=True, cwd=copy, check=True)
+    return copy
+
+
 def tested(program: Path, words: str = "") -> subprocess.CompletedProcess:
-    """Runs the tests of a project, in a copy of the programs, which gets what they need: pytest alone."""
+    """Runs the tests of a project in a copy of the programs, which gets what they need; or those that -k selects."""
     (program / "tests").mkdir(exist_ok=True)
     shutil.copy(REPO / "tests" / "test_project.py", program / "tests")
     shutil.copy(REPO / "pyproject.toml", program)
@@ -61,12 +73,13 @@ def tested(program: Path, words: str = "") -> subprocess.CompletedProcess:
 
 def run_pytest(program: Path, words: str = "") -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", *(["-k", words] if words else [])]
-    return subprocess.run(command, cwd=program, env=clean_environment(), capture_output=True, text=True, timeout=600)
+    env = {name: value for name, value in clean_environment().items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=program, env=env, capture_output=True, text=True, timeout=600)
 
 
 def assert_passes(done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0, done.stdout
-    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout  # none was skipped
+    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout  # none was skipped or deselected
 
 
 # ---- it passes
@@ -77,23 +90,18 @@ def test_it_passes_after_an_edit_of_the_readme(number: int, tmp_path: Path):
     assert_passes(tested(edited(DIFFS[number], tmp_path)))
 
 
-def test_it_passes_with_other_defaults_and_another_model(tmp_path: Path):
-    program = with_defaults(tmp_path, DEFAULTS)
-    layers = "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n            nn.ReLU(),\n"
-    replace(program, "first layer", layers)
-    assert_passes(tested(program))
-
-
-def test_it_passes_once_the_rest_is_deleted(tmp_path: Path):
-    """After README.md's command, without git. What stays keeps the style."""
-    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
-    copy = Path(shutil.copytree(REPO, tmp_path / "copy", ignore=skipped))
-    (command,) = re.findall(r"^rm -r .+$", (REPO / "README.md").read_text(), re.MULTILINE)
-    subprocess.run(command, shell=True, cwd=copy, check=True)
+def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_deleted(tmp_path: Path):
+    """Deleted by README.md's command. Without xdist, and without git. What stays keeps the style."""
+    copy = stripped(tmp_path / "copy")
     assert [path.name for path in (copy / "tests").iterdir()] == ["test_project.py"]
-    assert_passes(run_pytest(copy))
     ruff = Path(sys.executable).parent / "ruff"
     subprocess.run([ruff, "check", "--no-cache", "."], cwd=copy, check=True)
+
+    with_defaults(copy, DEFAULTS)
+    with_fields(copy, FIELDS, NESTED.lstrip())
+    layers = "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n            nn.ReLU(),\n"
+    replace(copy, "first layer", layers)
+    assert_passes(run_pytest(copy))
 
 
 @pytest.mark.recipes
@@ -108,7 +116,7 @@ def test_it_passes_after_a_recipe(name: str, tmp_path: Path):
 
 
 def assert_fails(done: subprocess.CompletedProcess, test: str) -> None:
-    """All that was run fails, and it was this test, or several that begin like it."""
+    """All tests that were run fail: this one, or several that begin with this name."""
     failed = re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)
     assert failed and all(name.startswith(test) for name in failed), done.stdout
     assert re.search(rf"^{len(failed)} failed, \d+ deselected in", done.stdout, re.MULTILINE), done.stdout
@@ -141,3 +149,62 @@ def test_it_fails_where_a_fast_run_writes(tmp_path: Path):
 def test_it_fails_where_a_default_is_not_valid(tmp_path: Path):
     program = with_defaults(tmp_path, {"dropout": "1.0"})
     assert_fails(tested(program, "valid_default and TrainConfig"), "test_every_option_has_a_valid_default")
+
+
+def test_it_fails_where_an_option_is_not_read_as_it_was_written(tmp_path: Path):
+    program = with_fields(tmp_path, "    sizes: list[int] = field(default_factory=lambda: (1, 2))  # Sizes")
+    assert_fails(tested(program, "written_and_read"), "test_the_defaults_can_be_written_and_read")
+
+
+def test_it_fails_where_a_mistake_leaves_a_file_behind(tmp_path: Path):
+    program = insert_before(tmp_path, "options", '    Path("config.txt").touch()')
+    assert_fails(tested(program, "mistake"), "test_a_mistake_is_one_line_and_leaves_nothing_behind")
+
+
+# ---- continuous integration runs what is there
+
+# In place of python3, pip, ruff, mypy and python: tells how it was called.
+STAND_IN = '#!/bin/bash\necho "$(basename "$0") $*"\n'
+
+
+@pytest.mark.parametrize("is_stripped", [False, True])
+def test_every_file_that_ci_names_is_there(is_stripped: bool, tmp_path: Path):
+    copy = stripped(tmp_path / "copy")
+    if not is_stripped:
+        shutil.copytree(REPO / "tests" / "template", copy / "tests" / "template")
+    for name in ("bin/python3", ".venv/bin/pip", ".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/python"):
+        path = copy / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    (script,) = re.findall(r"run: bash (\S+)", (copy / ".github" / "workflows" / "test.yml").read_text())
+    env = os.environ | {"PATH": f"{copy / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", script], cwd=copy, env=env, capture_output=True, text=True, check=True)
+    tests = [line for line in done.stdout.splitlines() if line.startswith("python -m pytest")]
+    assert len(tests) == 1 if is_stripped else len(tests) > 1
+    named = re.findall(r"\btests/\S+", done.stdout)
+    assert (named == []) == is_stripped and [name for name in named if not (copy / name).exists()] == []
+
+
+# ---- Windows
+
+# A stand-in for Windows: what is imported before is of this system, the programs find another name and no fcntl.
+ON_WINDOWS = """
+import runpy, sys
+import simple_parsing, yaml
+
+sys.platform = "win32"
+sys.modules.update(dict.fromkeys(["fcntl", "grp", "pwd", "resource", "termios"]))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["train.py", "test.py"])
+def test_windows_is_refused_in_one_line_that_names_wsl2(script: str, tmp_path: Path):
+    command = [sys.executable, "-c", ON_WINDOWS, REPO / script]
+    env = clean_environment() | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and list(tmp_path.iterdir()) == []
+    assert done.stderr.startswith(f"{script}: error: Windows ") and done.stderr.count("\n") == 1
+    assert "WSL2" in done.stderr

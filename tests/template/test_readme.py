@@ -16,7 +16,7 @@ from conftest import REPO, call, clean_environment, diffs, edited
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig
 
-PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md"]
+PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md"]
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]
 DIFFS = diffs("README.md")
@@ -24,7 +24,7 @@ DIFFS = diffs("README.md")
 OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
 # What makes a command short, by a word in it: the options stay, these are put behind them.
 SMALL = "--accelerator cpu --epochs 1 --limit_train_batches 4 --limit_val_batches 2 --width 4"
-SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/template/test_config.py"}
+SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/test_project.py"}
 
 
 def commands(text: str) -> list[str]:
@@ -104,9 +104,9 @@ def test_no_line_is_longer_than_120_columns():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str):
-    targets = [target for target in re.findall(r"\]\((.+?)\)", TEXT[page]) if not target.startswith("http")]
-    paths = [os.path.relpath((REPO / page).parent / target.partition("#")[0], REPO) for target in targets]
-    assert paths and [path for path in paths if not (REPO / path).exists()] == []
+    targets = re.findall(r"\]\((.+?)\)", TEXT[page])
+    files = [target.partition("#")[0] for target in targets if not target.startswith("https://")]
+    assert targets and [file for file in files if not ((REPO / page).parent / file).exists()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
