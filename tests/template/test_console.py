@@ -90,8 +90,9 @@ def test_a_value_longer_than_its_name_keeps_its_digits():
 
 def test_no_warning_and_one_header_in_two_processes(tmp_path):
     done = run(f"train.py {SMALL} {ON_2}", tmp_path)
-    assert done.stderr == "" and done.stdout.count("run directory") == 1
-    assert done.stdout.startswith("2 x cpu, precision 32-true\n")
+    printed = re.sub(r"^\[Gloo\] .*\n", "", done.stdout, flags=re.MULTILINE)  # of torch 2.10 and older
+    assert done.stderr == "" and printed.count("run directory") == 1
+    assert printed.startswith("2 x cpu, precision 32-true\n")
 
 
 # ---- progress
