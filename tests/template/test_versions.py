@@ -1,5 +1,5 @@
 """pyproject.toml has the ranges of the packages, requirements.txt the versions that CI tests, and versions.sh installs
-either end of the ranges."""
+either end of the ranges. A GPU that the installed torch cannot use is said at the start."""
 
 import ast
 import os
@@ -13,7 +13,8 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+import torch
+from conftest import ON_2, REPO, call, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -113,3 +114,47 @@ def test_versions_sh_asks_for_an_end():
     script = REPO / "tests" / "template" / "versions.sh"
     done = subprocess.run([script, "tests/template/test_data.py"], capture_output=True, text=True)
     assert done.returncode == 2 and "versions.sh lowest" in done.stderr
+
+
+# ---- a GPU that torch does not use
+
+FAST = "train.py --fast_run 1"
+UNUSED = f"this machine's NVIDIA GPU is not used by torch {torch.__version__}: "
+NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch uses the GPU of this machine")
+HAS_DEVICE_FILE = """
+from pathlib import Path
+
+exists = Path.exists
+Path.exists = lambda path, **options: str(path) == "/dev/nvidia0" or exists(path, **options)
+"""
+
+
+def set_device_file(monkeypatch, is_there: bool) -> None:
+    exists = Path.exists
+
+    def answer(path: Path, **options) -> bool:
+        return is_there if str(path) == "/dev/nvidia0" else exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", answer)
+
+
+@NO_GPU
+def test_a_gpu_that_is_not_used_is_said_before_the_devices(tmp_path: Path, monkeypatch):
+    set_device_file(monkeypatch, True)
+    first, second, *others = call(FAST, tmp_path).stdout.splitlines()
+    assert first.startswith(UNUSED) and second == "1 x cpu, precision 32-true"
+    assert not [line for line in others if "NVIDIA" in line]
+
+
+@NO_GPU
+def test_a_gpu_that_is_not_used_is_said_once_by_two_processes(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(HAS_DEVICE_FILE)
+    printed = run(f"{FAST} {ON_2}", tmp_path, PYTHONPATH=str(tmp_path)).stdout
+    assert printed.count("NVIDIA") == printed.count(UNUSED) == 1
+
+
+@NO_GPU
+@pytest.mark.parametrize(("options", "is_there"), [("--accelerator cpu", True), ("--accelerator auto", False)])
+def test_nothing_is_said_where_the_cpu_was_asked_for_or_no_gpu_is_there(options, is_there, tmp_path: Path, monkeypatch):
+    set_device_file(monkeypatch, is_there)
+    assert call(f"{FAST} {options}", tmp_path).stdout.startswith("1 x cpu, precision 32-true\n")
