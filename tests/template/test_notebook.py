@@ -10,6 +10,7 @@ NOTEBOOK = """
 import glob, os, signal, sys, threading, time
 sys.path.insert(0, PROGRAM)
 import torch
+import tqdm
 from train import main
 from config import ConfigError, TrainConfig
 
@@ -25,7 +26,7 @@ def state():
         "signals": [signal.getsignal(number) for number in SIGNALS],
         "hooks": (sys.excepthook, threading.excepthook),
         "children": [] if children == tracker() else children,
-        "threads": [thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"],  # it stays
+        "threads": [thread for thread in threading.enumerate() if not isinstance(thread, tqdm.TMonitor)],  # it stays
         "files": [path for path in open_files if path.startswith(os.getcwd() + "/2")],
         "group": torch.distributed.is_initialized(),
     }
