@@ -85,8 +85,13 @@ def assert_passes(done: subprocess.CompletedProcess) -> None:
 # ---- it passes
 
 
+def test_it_passes_after_all_edits_of_the_readme(tmp_path: Path):
+    assert_passes(run_project_tests(edited("".join(DIFFS), tmp_path)))
+
+
+@pytest.mark.recipes
 @pytest.mark.parametrize("number", range(len(DIFFS)))
-def test_it_passes_after_an_edit_of_the_readme(number: int, tmp_path: Path):
+def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
     assert_passes(run_project_tests(edited(DIFFS[number], tmp_path)))
 
 

@@ -47,4 +47,4 @@ for name in re.findall(r"^[\w-]+", open(sys.argv[1]).read(), re.MULTILINE):
     found, expected = version(name), tested.get(name)
     print(f"{name}=={found}" + (f"  # requirements.txt has {expected}" if expected not in (None, found.split("+")[0]) else ""))
 PYTHON
-PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -m pytest "$@"
+PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -m pytest -n 3 --dist loadfile "$@"
