@@ -159,7 +159,7 @@ def test_fast_run_tries_every_part_of_the_loop_and_writes_nothing(tmp_path: Path
 @pytest.mark.parametrize("files", ["model.pt", "checkpoints/*.ckpt"])
 def test_a_run_that_was_killed_and_resumed_has_the_same_bits(files: str, whole: Path, resumed: Path):
     """If this fails, a step depends on what a resume does not restore: a value that is not in `state` of train.py, or
-    random numbers that do not come from torch's default generators."""
+    random numbers that are not seeded for each step."""
     names = sorted(str(path.relative_to(whole)) for path in whole.glob(files))
     assert names == sorted(str(path.relative_to(resumed)) for path in resumed.glob(files)) != []
     for name in names:
