@@ -10,7 +10,7 @@ from conftest import REPO, call
 from edits import copy_programs, replace
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
-_, CLONE, MERGE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+*_, CLONE, MERGE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def edit_optimizer(folder: Path) -> Path:

@@ -26,6 +26,8 @@ RANGES = DEPENDENCIES | {canonicalize_name(range_.name): range_ for range_ in EX
 PINNED = re.findall(r"^([\w-]+)==(\S+)$", (REPO / "requirements.txt").read_text(), re.MULTILINE)
 TESTED = {canonicalize_name(name): Version(number) for name, number in PINNED}
 CORE = sorted(REPO.glob("*.py"))
+PAGE = (REPO / "docs" / "upgrades.md").read_text()
+DOCUMENTED = {name: ends for name, *ends in re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)}
 
 
 def imports(file: Path) -> set[str]:
@@ -49,6 +51,26 @@ def test_the_tested_version_lies_in_its_range(name: str):
 def test_a_range_has_both_ends(name: str):
     operators = [specifier.operator for specifier in RANGES[name].specifier]
     assert operators.count(">=") == operators.count("<") == 1
+
+
+def test_the_page_names_what_a_run_needs():
+    assert {canonicalize_name(name) for name in DOCUMENTED} == DEPENDENCIES.keys() | {"wandb"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_page_has_the_lowest_version_and_the_newest_that_was_tested(name: str):
+    (lowest, newest), range_ = DOCUMENTED[name], RANGES[canonicalize_name(name)]
+    assert f">={lowest}" in map(str, range_.specifier) and range_.specifier.contains(newest)
+    assert Version(newest) >= TESTED[canonicalize_name(name)]
+
+
+def test_the_command_of_the_page_makes_uv_leave_torch_alone(tmp_path: Path):
+    shutil.copy(REPO / "pyproject.toml", tmp_path)
+    (command,) = re.findall(r"^sed .*", PAGE, re.MULTILINE)
+    before, after = tomllib.loads((REPO / "pyproject.toml").read_text()), tmp_path / "pyproject.toml"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    before["tool"]["uv"]["exclude-dependencies"] = ["torch"]
+    assert tomllib.loads(after.read_text()) == before
 
 
 @pytest.mark.parametrize("stolen", ["2.6.2", "2.6.3"])
