@@ -16,7 +16,7 @@ from test_recipes import RECIPES, with_recipe
 
 DIFFS = diffs("README.md")
 PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
-NEEDS = {"text_classification": "transformers"}  # packages that are not in requirements.txt
+NEEDS = {"text_classification": "transformers", "mlflow": "mlflow"}  # packages that are not in requirements.txt
 (DELETE,) = re.findall(r"^rm -r .+$", (REPO / "README.md").read_text(), re.MULTILINE)
 
 # Other defaults, by the name of the option.
