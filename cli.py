@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,14 +24,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import yaml
-from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, SimpleHelpFormatter, replace
+from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, replace
 from simple_parsing.utils import flatten_join
 
 from config import (
     FIXED_ON_RESUME,
     LENGTH_OPTIONS,
     ConfigError,
-    MachineConfig,
     RunError,
     TestConfig,
     TrainConfig,
@@ -57,8 +57,6 @@ MEANT = {
 
 # ---- options as words, whatever they come from
 
-Words = dict[str, list[str]]  # {"seed": ["7"], "logger_name": ["csv", "wandb"]}
-
 
 class Parser(ArgumentParser):
     """Parses the options of a TrainConfig or TestConfig.
@@ -72,7 +70,6 @@ class Parser(ArgumentParser):
     def __init__(self, cls: type, source: str = "", default: Any = None):
         super().__init__(
             allow_abbrev=False,
-            formatter_class=SimpleHelpFormatter,
             # Options of a nested dataclass have its field's name and a dot before their own.
             argument_generation_mode=ArgumentGenerationMode.NESTED,
             nested_mode=NestedMode.WITHOUT_ROOT,
@@ -82,8 +79,6 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
-        if message.startswith("argument --dataset"):
-            message += "; recipes/data.md adds others"
         raise ConfigError(self.source + message.removeprefix("argument "))
 
 
@@ -91,14 +86,9 @@ def may_be_none(option: Field) -> bool:
     return type(None) in get_args(option.type)
 
 
-def may_be_bare(option: Field) -> bool:
-    """Whether an option may be given without a value."""
-    return option.type is bool or option.metadata.get("custom_args", {}).get("nargs") == "?"
-
-
-def words_of(argv: list[str]) -> Words:
+def words_of(argv: list[str]) -> dict:
     """The options of a command line as words. If an option is given twice, the later one wins. Raises ConfigError."""
-    given: Words = {}
+    given: dict = {}
     words: list[str] | None = None  # of the last option
     for arg in argv:
         if arg.startswith("--"):
@@ -124,7 +114,7 @@ def unknown_option(name: str, options: Iterable[str]) -> str:
     return f"unknown option --{name}{hint}"
 
 
-def parse(cls: type, given: Words, source: str = "") -> dict:
+def parse(cls: type, given: dict, source: str = "") -> dict:
     """The values of options of TrainConfig or TestConfig that are given as words. Only names and types are checked:
     raises ConfigError, prefixed by `source`, for an unknown option or a value of the wrong type."""
     options = options_of(cls)
@@ -141,7 +131,7 @@ def parse(cls: type, given: Words, source: str = "") -> dict:
             words = [f"{float(word):.0f}" if re.fullmatch(r"\d+[eE]\d", word) else word for word in words]
         if words == ["None"] and may_be_none(option):  # which simple_parsing does not know
             found[name] = None
-        elif words == ["None"] or not (words or may_be_bare(option)):
+        elif words == ["None"] or not (words or option.type is bool or "nargs" in str(option.metadata)):
             raise ConfigError(f"{source}--{name}: expected a value")
         elif len(words) > 1 and not re.search("tuple|list", str(option.type)):
             raise ConfigError(f"{source}--{name} {' '.join(words)}: expected one value")
@@ -163,7 +153,7 @@ def read_text(path: Path, source: str) -> str:
         raise ConfigError(f"{source}cannot be read: {error}") from None
 
 
-def words_of_yaml(text: str, source: str) -> Words:
+def words_of_yaml(text: str, source: str) -> dict:
     """The options in a YAML text as words, to be parsed like those of the command line: YAML would take 1e-3 for a
     string. Raises ConfigError, prefixed by `source`, for a text that is not YAML, or has other than options."""
     try:
@@ -172,7 +162,7 @@ def words_of_yaml(text: str, source: str) -> Words:
         raise ConfigError(f"{source}cannot be read: {error}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
-    given: Words = {}
+    given: dict = {}
     for name, key, node in leaves_of(root) if root else ():
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
@@ -185,7 +175,7 @@ def words_of_yaml(text: str, source: str) -> Words:
     return given
 
 
-def leaves_of(mapping: yaml.MappingNode, prefix: str = "") -> Iterator[tuple]:
+def leaves_of(mapping: yaml.MappingNode, prefix: str = "") -> Iterator:
     """The lines of a YAML mapping: name, key and value. Names in a nested mapping have its name and a dot before."""
     for key, node in mapping.value:
         name = f"{prefix}{key.value}"
@@ -215,7 +205,7 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 @contextmanager
-def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+def as_config_error(config, *options: str, kinds=(Exception,)) -> Iterator[None]:
     """Turns an exception of these kinds into a ConfigError that names the options: those that differ from their
     default or are None; if there are none, all."""
     try:
@@ -230,7 +220,7 @@ def as_config_error(config, *options: str, kinds: tuple[type[Exception], ...] = 
 # ---- launchers
 
 
-def words_of_launcher() -> Words:
+def words_of_launcher() -> dict:
     """The options of `fabric run`, torchrun or srun, which have already started the processes. Without them, Fabric
     would take each process of torchrun or srun on a CPU for a run of its own."""
     warnings.filterwarnings("ignore", ".*The `srun` command is available")  # on each login node
@@ -239,6 +229,11 @@ def words_of_launcher() -> Words:
     asked = {name: os.environ.pop(f"LT_{name.upper()}", None) for name in DEVICE_OPTIONS}
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ:
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ:
+            raise ConfigError(
+                f"torchrun --max-restarts {restarts}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else a restart may hang"
+            )
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         asked["devices"] = asked["devices"] or str(local_size)
         asked["num_nodes"] = str(int(os.environ["WORLD_SIZE"]) // local_size)
@@ -281,9 +276,7 @@ def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -
     if newest is None:
         raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
     run_dir = newest_run(name, root_dir, file) or newest
-    if run_dir != newest:
-        say(f"{option} {name}: {newest} has no {file}, and is passed over")
-    say(f"{option} {name}: {run_dir} is the newest run of that name")
+    say(f"{option} {name}: {run_dir} is the newest run of that name that has {file}")
     return run_dir
 
 
@@ -305,13 +298,16 @@ def config_of(text: str, source: str) -> TrainConfig:
         raise ConfigError(f"{source}is damaged, or of an older version of the template: its last line is missing")
     words = words_of_yaml(text, source)
     known = {}
+    new = []
     for name in options_of(TrainConfig):
         if name in words:
             known[name] = words[name]
         elif name in FIXED_ON_RESUME:
             raise ConfigError(f"{source}is damaged, or older than the code: it lacks {name}, and a resume must know it")
         elif name not in ("resume", "config_path"):
-            say(f"{source}lacks {name}, which takes its default")
+            new.append(name)
+    if new:
+        say(f"{source}lacks {', '.join(new)}: new options take their defaults")
     return replace(TrainConfig(), parse(TrainConfig, known, source))
 
 
@@ -328,11 +324,7 @@ def resume(run_dir: Path, given: dict) -> TrainConfig:
             trained = f"{run_dir} was trained with {old[name]}"
             raise ConfigError(f"--{name} {new[name]}: a resume cannot change it; {trained}")
     if (run_dir / "model.pt").exists() and not set(changed) & set(LENGTH_OPTIONS):
-        message = f"{run_dir} is finished; for a new run give another --out_dir"
-        others = [f"--{name}" for name in changed if name not in MachineConfig.__dataclass_fields__]
-        if others:
-            raise ConfigError(f"{', '.join(others)} given, but {message}")
-        say(f"nothing to do: {message}")
+        say(f"nothing to do: {run_dir} is finished; for a new run give another --out_dir")
         sys.exit(0)
     for name in changed:
         say(f"--{name} {new[name]} instead of {old[name]}")
@@ -368,9 +360,9 @@ def parse_test(argv: list[str]) -> TestConfig:
     given = parse(TestConfig, words_of_launcher() | words_of(argv))
     config = replace(TestConfig(), given)
     path = Path(config.checkpoint)
-    if path.is_file() and "out_dir" not in given:
-        runs = [folder for folder in path.parents if (folder / "config.yaml").exists()]
-        return replace(config, out_dir=str([*runs, path.parent][0]))
+    if path.name != config.checkpoint and "out_dir" not in given:  # PATH/best.ckpt
+        folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        return replace(config, out_dir=str(folder))
     name = "*" if config.checkpoint == "last" else config.checkpoint.removesuffix(".ckpt")
     run_dir = find_run("--out_dir", config.out_dir, config.root_dir, f"checkpoints/{name}.ckpt")
     return replace(config, out_dir=str(run_dir))
@@ -378,8 +370,7 @@ def parse_test(argv: list[str]) -> TestConfig:
 
 # ---- how the process begins and ends
 
-# A frame of a traceback whose file belongs to a library. The group is the library's name.
-LIBRARY_FRAME = r'  File "(?:.*(?:-packages|/python3\.\d+)/|<)(\w+).+\n(?:    .+\n)*'
+LIBRARY = r'-packages/|/python3\.\d+/|File "<'  # what the path of a library has in a frame of a traceback
 # What the words of an exception mean. A pattern with \\n also has the place in the code that it comes from: it is for
 # mistakes in the code, whose traceback is printed, too.
 HINTS = {
@@ -430,9 +421,8 @@ def parse_or_exit(parse: Callable) -> Any:
 def die_with_launcher():
     """Makes the system end this process when the process that has launched it dies. With torchrun all ranks are still
     there, and can save; otherwise rank 0 has launched the others, and they cannot save without it."""
-    PR_SET_PDEATHSIG = 1
-    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if is_elastic else signal.SIGKILL)
+    number = signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def say(message: str):
@@ -468,30 +458,24 @@ def run(main: Callable, config: Any) -> NoReturn:
         hint = advice(error, config)
         # An error of the system, such as a full disk, needs no traceback; but a file may be missing (2) by a mistake.
         if not hint and getattr(cause, "errno", None) in (None, 2):
-            frames = folded_frames(error)
+            frames = own_frames(error)
             if "FULL_TRACEBACK" in os.environ:
                 traceback.print_exception(error)
             else:
                 sys.stderr.write("Traceback (most recent call last):\n" + "".join(frames[-8:]))
-            own = [frame for frame in frames if "File" in frame]
-            hint = advice(error, config, f"\n{own[-1]}")
+            hint = advice(error, config, f"\n{frames[-1]}")
             hint.append("all frames are in train.log, if the run has one, or shown with FULL_TRACEBACK=1")
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
 
-def folded_frames(error: Exception) -> list[str]:
-    """The frames of a traceback, also those of a data worker, with a line for the frames of libraries in a row."""
-
-    def fold(frames: re.Match) -> str:
-        packages = re.findall(LIBRARY_FRAME, frames[0])
-        return f"  ... {len(packages)} frames of {', '.join(dict.fromkeys(packages))}\n"
-
+def own_frames(error: Exception) -> list:
+    """The frames of a traceback, also those of a data worker, without those of libraries."""
     text = "".join(traceback.format_exception(error, chain=False))
-    folded = re.sub(f"(?:{LIBRARY_FRAME})+", fold, text)
-    return re.findall(r"  File .+\n(?:    .+\n)?|  \.\.\. .+\n", folded)
+    frames = re.findall(r"  File .+\n(?:    .+\n)?", text)
+    return [frame for frame in frames if not re.search(LIBRARY, frame)]
 
 
-def advice(error: Exception, config: Any, frame: str = "") -> list[str]:
+def advice(error: Exception, config: Any, frame: str = "") -> list:
     """What an exception means, if that is in HINTS; otherwise []. `frame` is the place in the code."""
     text = f"{type(error).__name__}: {error}{frame}"
     share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
@@ -504,12 +488,11 @@ def advice(error: Exception, config: Any, frame: str = "") -> list[str]:
 
 
 def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
-    """Ends the process, with a last line on stderr. If all ranks fail alike, only the first process of each machine
-    prints the line and exits with the code, the others with 0: a launcher that sees one of these fail first would kill
-    the first process, and lose its code."""
-    if of_all_ranks and not is_local_zero():
-        code = 0
-        message = ""
+    """Ends the process, with a last line on stderr. If all ranks fail alike, the first process of each machine prints
+    the line, and its launcher ends the others while they wait. So one that fails alone is heard, too."""
+    if of_all_ranks and message and not is_local_zero():
+        time.sleep(10)
+        of_all_ranks = False
     if message:
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")  # neither in a run of one process
         prefix = f"rank {rank}: " if rank and not of_all_ranks else ""

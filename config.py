@@ -31,7 +31,6 @@ class MachineConfig:
     """Options of train.py and test.py about where they run."""
 
     root_dir: str = "."  # Directory that holds the run directories; train.py makes it if missing
-    data_dir: str | None = None  # Directory of the dataset's files; test.py: None means the one of the training
     num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
@@ -56,6 +55,7 @@ class TrainConfig(MachineConfig):
     seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
     resume: str | None = None  # Run directory to resume; `auto`: the newest run of this out_dir, or a new one
     config_path: tuple[str, ...] | None = None  # YAML files of options; later files win, the command line wins over all
+    data_dir: str | None = None  # Directory of the dataset's files
 
     dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
     width: int = 32  # Channels of the model's first layer
@@ -103,12 +103,14 @@ class TestConfig(MachineConfig):
 
     out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
+    data_dir: str | None = None  # Directory of the dataset's files; None: that of the training
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     precision: Precision | None = field(default=None, metavar="str")  # As in train.py; None: that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None: as in a validation on one device
     predictions: bool = False  # Write the metrics' arguments, such as logits, for each sample into predictions_*.pt
 
 
+MAY_BE_NEGATIVE = ()  # names of options of your own
 MAY_BE_ZERO = (
     "seed",
     "num_workers",
@@ -141,7 +143,7 @@ LOW_IS_BEST = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer"
 HIGH_IS_BEST = {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "iou", "dice", "bleu", "r2"}
 
 
-def options_of(config: Any, prefix: str = "") -> dict[str, Field]:
+def options_of(config: Any, prefix: str = "") -> dict:
     """The fields of a config, or of its class, by the names of the options. A field of a nested dataclass is named with
     a dot: `--optim.momentum` for `optim: OptimConfig = OptimConfig()` with a field `momentum`."""
     found = {}
@@ -159,7 +161,7 @@ def values_of(config: MachineConfig) -> dict:
     return {name: attrgetter(name)(config) for name in options_of(config)}
 
 
-def problems(config: MachineConfig) -> list[str]:
+def problems(config: MachineConfig) -> list:
     """The mistakes in a TrainConfig or TestConfig: a message for each, which names the option."""
     options = options_of(config)
     found = []
@@ -169,6 +171,8 @@ def problems(config: MachineConfig) -> list[str]:
             found.append(problem)
     if isinstance(config, TrainConfig):
         found += problems_of_training(config)
+    if "://" in config.root_dir:
+        found.append(f"--root_dir {config.root_dir}: must be a directory, not a URL")
     if not re.fullmatch(STRATEGY_PATTERN, config.strategy):
         names = "auto, ddp, dp, ddp_find_unused_parameters_true"
         recipe = "model_parallel (sharded models, FSDP2) is a recipe, see recipes/README.md"
@@ -181,14 +185,14 @@ def problem_of_value(name: str, option: Field, value: Any) -> str | None:
     values = value if isinstance(value, (tuple, list)) else (value,)
     choices = choices_of(option)
     if choices and not {None, *choices}.issuperset(values):
-        return f"--{name} {value}: choose from {', '.join(choices)}"
+        return f"--{name} {value}: choose from {', '.join(map(str, choices))}"
     if len(values) == 0 or ("" in values and name not in MAY_BE_EMPTY):
         return f"--{name}: must not be empty"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
 
     may_be_zero = name in MAY_BE_ZERO
-    is_large_enough = value > 0 or (value == 0 and may_be_zero)
+    is_large_enough = value > 0 or (value == 0 and may_be_zero) or name in MAY_BE_NEGATIVE
     upper_bound = UPPER_BOUNDS.get(name, math.inf)
     if not (is_large_enough and value < upper_bound):
         return f"--{name} {value}: must be {'at least' if may_be_zero else 'above'} 0 and below {upper_bound}"
@@ -197,14 +201,14 @@ def problem_of_value(name: str, option: Field, value: Any) -> str | None:
     return None
 
 
-def choices_of(option: Field) -> list[str]:
+def choices_of(option: Field) -> list:
     """The values of an option's Literal, also in `tuple[Literal[...], ...]` or `Literal[...] | None`; else []."""
     kinds = (option.type, *get_args(option.type))
     literals = [kind for kind in kinds if get_origin(kind) is Literal]
     return [choice for literal in literals for choice in get_args(literal)]
 
 
-def problems_of_training(config: TrainConfig) -> list[str]:
+def problems_of_training(config: TrainConfig) -> list:
     """Messages about options that do not go together."""
     found = []
     if Path(config.out_dir).name in ("", ".."):

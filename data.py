@@ -19,17 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
+from launch import SIGNALS
+
 
 def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
     """Returns the datasets under "train", "val" and "test". Edit here, or apply one of recipes/data.md.
 
     Any map-style Dataset of CPU tensors works. Its methods `__getitems__`, which is called with a NumPy array of
     indices, and `collate_fn` are used, if it has them. `order(epoch, generator)` of the training set, if it has one,
-    returns the indices of an epoch in their order, a function of its arguments alone; Loader does the rest. Only
-    build_model and compute_loss in train.py depend on what a sample is. Random augmentation may use torch, NumPy or
-    `random`: all are seeded before each micro-batch.
+    returns the indices of an epoch in their order, a function of its arguments alone; TrainSampler does the rest. A
+    Subset has no `order`. Only build_model and compute_loss in train.py depend on what a sample is. Random augmentation
+    may use torch, NumPy or `random`: all are seeded before each micro-batch.
 
-    One process of each machine calls this first and alone, so it may download files; write them by utils.atomically.
+    One process of each machine calls this first and alone, so it may download files; the others then find them there. A
+    kill may leave a part of a file, unless utils.atomically writes it. Fill a directory that machines share beforehand.
 
     Args:
         config: The TrainConfig of the run. `data_dir`, the directory of files, is not used for digits.
@@ -70,6 +73,8 @@ class ImageDataset(Dataset):
         self.targets = targets
         self.num_classes = num_classes
         self.shift = shift
+        if shift == 0:
+            return
         # A view that has each image at each shift: (samples, channels, 2 * shift + 1, 2 * shift + 1, height, width).
         padded = F.pad(images, (shift, shift, shift, shift), value=images.min().item())
         self.shifted = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
@@ -117,7 +122,7 @@ class TrainSampler:
         self.epoch = 0
         self.step_in_epoch = 0
 
-    def __iter__(self) -> Iterator[tuple]:
+    def __iter__(self) -> Iterator:
         generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {self.epoch}".encode()))
         if hasattr(self.dataset, "order"):
             order = np.asarray(self.dataset.order(self.epoch, generator))
@@ -183,11 +188,11 @@ class SeededBatches(Dataset):
         return self.collate([self.dataset[index] for index in indices.tolist()])
 
 
-def seeder(fabric, tag: str, seed: int) -> Callable[[int], None]:
+def seeder(fabric, tag: str, seed: int) -> Callable:
     """Returns a function that seeds torch's generators, on the CPU and the devices, with a number, so that the state of
     no generator has to be saved. torch.manual_seed would take 80 µs."""
     base = zlib.crc32(f"{tag} {seed}".encode())
-    functions: list[Callable] = [torch.default_generator.manual_seed]
+    functions: list = [torch.default_generator.manual_seed]
     if fabric.device.type == "cuda":  # all devices: --strategy dp uses several
         functions += [generator.manual_seed for generator in torch.cuda.default_generators]
     elif fabric.device.type == "mps":
@@ -221,7 +226,6 @@ class Loader(DataLoader):
             timeout=config.timeout if has_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
         self.other_processes = set(torch.multiprocessing.active_children())
@@ -261,5 +265,5 @@ class Loader(DataLoader):
 
 def ignore_signals(worker: int):
     """A signal to the process group must not end the workers before the loop has saved."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cli import DEVICE_OPTIONS, as_config_error, is_local_zero, say
-from config import PER_HOST_OPTIONS, ConfigError, RunError
+from config import PER_HOST_OPTIONS, ConfigError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that stop a run
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
 ROOT = Path(__file__).parent  # of the project
 SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
@@ -39,9 +40,8 @@ def build_fabric(config) -> Fabric:
     """Fabric with the devices of a TrainConfig or TestConfig. Raises ConfigError for what the machine does not have."""
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # train.py prints the devices itself
-    # prepare_device refuses the first two; dp has no gradient sync to skip.
-    refused = "AMP with fp16 is not supported on CPU|is not supported on CPUs|not support skipping the gradient sync"
-    warnings.filterwarnings("ignore", f".*({refused})")
+    # prepare_device refuses the first, 16-mixed and dp; dp has no gradient sync to skip.
+    warnings.filterwarnings("ignore", ".*(is not supported on CPU|not support skipping the gradient sync)")
     options: dict = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     options["devices"] = config.devices.replace("[", "").replace("]", ",")  # [0,1], as in Python
     with as_config_error(config, *DEVICE_OPTIONS):
@@ -154,18 +154,21 @@ def prepare_device(config, device: str):
     if config.strategy == "dp":
         raise ValueError("dp needs GPUs; use ddp, which is faster on them, too")
     if config.accelerator == "auto" and Path("/dev/nvidia0").exists():
-        reasons = "torch is a CPU build, the driver is too old, or CUDA_VISIBLE_DEVICES hides it"
-        say(f"this machine's NVIDIA GPU is not used by torch {torch.__version__}: {reasons}")
+        say(
+            f"this machine's NVIDIA GPU is not used by torch {torch.__version__}: "
+            "torch is a CPU build, the driver is too old, or CUDA_VISIBLE_DEVICES hides it"
+        )
 
 
 # ---- processes
 
 
 @contextmanager
-def first_process_alone() -> Iterator[None]:
-    """On each machine, one process runs the body alone, which may download data. The others wait as long as it lives,
-    and then run the body together. If it dies, one of them is the first."""
-    path = Path(tempfile.gettempdir()) / f"build_datasets-{os.getuid()}-{zlib.crc32(str(ROOT).encode())}.lock"
+def first_process_alone(*names) -> Iterator[None]:
+    """On each machine, one process runs the body alone, which may download the data of these names. The others of the
+    same names wait as long as it lives, and then run the body together. If it dies, one of them is the first."""
+    key = zlib.crc32(repr([os.getuid(), ROOT, *names]).encode())
+    path = Path(tempfile.gettempdir()) / f"build_datasets-{key:08x}.lock"
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits; ends with the process
         if not path.exists():  # the first one was done, and has deleted it
@@ -174,7 +177,7 @@ def first_process_alone() -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def launch(fabric: Fabric, config, function: Callable[[ExitStack], int]) -> int:
+def launch(fabric: Fabric, config, function: Callable) -> int:
     """Calls function(resources) in every process and returns its exit code. `resources` is an ExitStack for what must
     not outlive the run, however it ends.
 
@@ -231,25 +234,11 @@ def differing_rank(fabric: Fabric, value: Any) -> str | None:
     return None
 
 
-def on_rank_zero(fabric: Fabric, function: Callable, *args) -> Any:
-    """Calls the function on rank 0 only. All ranks return its result, or raise its ConfigError or RunError."""
-    result = None
-    if fabric.is_global_zero:
-        try:
-            result = function(*args)
-        except (ConfigError, RunError) as error:
-            result = error
-    result = fabric.broadcast(result)
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
 # ---- signals
 
 
 class StopSignals:
-    """Turns a SIGTERM, SIGINT or SIGUSR1 to any rank into a decision of all ranks to stop after the same step. A second
+    """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second
     signal ends the process at once. The ranks synchronize about once a second, since that may take 1 ms."""
 
     def __init__(self, timeout: float, resources: ExitStack):
@@ -262,8 +251,9 @@ class StopSignals:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.handlers = resources.enter_context(ExitStack())  # restores the previous handlers when it is closed
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+                    self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number: int, frame):
         self.received = number

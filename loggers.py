@@ -52,7 +52,7 @@ class Console:
         self.monitor = monitor
         self.is_terminal = is_rank_zero and sys.stderr.isatty()
         self.log: Any = StringIO()  # until there is a run directory
-        self.columns: list[str] = []
+        self.columns: list = []
         self.shown: dict = {}
         self.printed = time.monotonic()
         nowhere = resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - closed with the resources
@@ -94,10 +94,8 @@ class Console:
     def update(self, row: dict):
         """Advances the progress bar by a step. It shows the latest loss and monitored value."""
         if row:
-            for name in ("train/loss", self.monitor):
-                if name in row:
-                    self.shown[name] = f"{name} {row[name]:.3g}"
-            self.bar.set_postfix_str(", ".join(self.shown.values()), refresh=False)
+            self.shown |= {name: row[name] for name in ("train/loss", self.monitor) if name in row}
+            self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update()
         if not self.is_terminal and time.monotonic() > self.printed + 30:
             self.print(str(self.bar))
@@ -210,7 +208,7 @@ def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: 
     loggers: list[Any] = []
     for name in dict.fromkeys(config.logger_name):  # each once
         loggers.append(classes[name](run_dir, last_step, config))
-    # Any logger of Fabric or Lightning: loggers.append(MLFlowLogger(config.project, run_name=run_dir.name))
+    # Append any logger of Fabric or Lightning here, as recipes/README.md shows.
     for logger in loggers:
         resources.push(partial(finalize, logger))
     return loggers

@@ -13,24 +13,29 @@ import sys
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cli import as_config_error, to_yaml
 from config import ConfigError, RunError, TrainConfig
-from launch import ROOT, SHARED, changed_files, differing_rank, on_rank_zero, source_files
+from launch import ROOT, SHARED, changed_files, differing_rank, source_files
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically
 
 FORMAT = 2  # of checkpoints
 PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
+# The commit, and the names of changed files. fsmonitor would be a program that the checkout names. Nothing without git.
+GIT_STATUS = "exec git -c core.fsmonitor=false status --porcelain=v2 --branch"
 
 # ---- checkpoints
 
@@ -57,7 +62,7 @@ def step_of(path: Path) -> int:
     return load_meta(path).get("checkpoint", {}).get("step", -1)
 
 
-def regular_checkpoints(run_dir: Path) -> dict[Path, int]:
+def regular_checkpoints(run_dir: Path) -> dict:
     """The files step-NUMBER.ckpt of a run, with their steps. Files with other names are ignored."""
     paths = run_dir.glob("checkpoints/step-*.ckpt")
     return {path: int(path.stem[5:]) for path in paths if path.stem[5:].isdecimal()}
@@ -89,7 +94,7 @@ def check_plain(value: Any, name: str = "state"):
         raise RunError(f"{found}: use tensors, numbers, strings, lists, dicts, or what has a state_dict")
 
 
-def entries_of(state: dict) -> list[str]:
+def entries_of(state: dict) -> list:
     """The names of what has a state_dict."""
     return [name for name, value in state.items() if hasattr(value, "state_dict")]
 
@@ -97,20 +102,20 @@ def entries_of(state: dict) -> list[str]:
 # ---- optimizers: their state_dicts know parameters by numbers alone, checkpoints by names, too
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def settings_of(optimizer: Optimizer) -> list[dict]:
+def settings_of(optimizer: Optimizer) -> list:
     """The settings of each parameter group, such as the weight decay."""
     kinds = (*PLAIN, tuple)
     return [{key: value for key, value in group.items() if type(value) in kinds} for group in optimizer.param_groups]
 
 
-def named_tensors(state: dict) -> dict[str, Tensor]:
+def named_tensors(state: dict) -> dict:
     """The tensors in `state` by name: the entry of a module, a dot, the name in the module's state_dict, and the shape;
     or the entry of a tensor, and the shape. A tied parameter has several names."""
-    named: dict[str, Tensor] = {}
+    named: dict = {}
     for entry, value in state.items():
         if isinstance(value, Tensor):
             named[f"{entry} {tuple(value.shape)}"] = value
@@ -206,7 +211,7 @@ def merge_settings(optimizer: Optimizer, saved: list[dict], settings: list[dict]
 
 
 def write_provenance(run_dir: Path, fabric: Fabric):
-    """Writes the command line, devices, host, packages and git state of this process, and copies the source files."""
+    """Writes the command line, devices, host, packages and git commit of this process, and copies the source files."""
     packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
     lines = [
         shlex.join([sys.executable, *sys.argv]),
@@ -217,14 +222,15 @@ def write_provenance(run_dir: Path, fabric: Fabric):
     with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "a") as file:
         file.writelines(f"{line}\n" for line in lines)
         file.flush()
-        git = "git rev-parse HEAD; git status --short; git diff HEAD"  # writes nothing if there is no git
-        subprocess.run(git, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(GIT_STATUS, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL, timeout=10)
     files = source_files()
     folder = run_dir / "provenance" / f"code-{zlib.crc32(repr(files).encode()):08x}"
     for name in files:
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy)
+        with suppress(shutil.SameFileError):  # this process runs them
+            shutil.copy(ROOT / name, copy)
 
 
 # ---- the directory
@@ -239,16 +245,19 @@ class RunDir:
         self.config = config
         self.state = state
         self.resources = resources
-        self.is_writing = fabric.is_global_zero and not config.fast_run
         self.path: Path | Any = None  # until `restore` or `start`; Any, since most methods are called after them
         self.origin = ""  # the checkpoint that a resume has restored
-        self.loggers: list[Any] = []
+        self.loggers: list = []
         self.began = time.monotonic()
-        self.written = self.began  # time of the last summary.json
+        self.written = 0.0  # time of the last summary.json
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
         self.optimizers = describe_optimizers(state)  # as built: a resume can tell which settings have changed since
-        self.parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
-        self.summary: dict = {"state": "running", "parameters": self.parameters, "seconds": 0.0, "last": {}}
+        parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
+        self.summary: dict = {"parameters": parameters, "last": {}}
+
+        self.group = None
+        if dist.is_initialized():  # without a limit of time; gloo tells at once when a rank has died
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
         self.config_text = to_yaml(config)
         check_plain(state)
@@ -258,9 +267,24 @@ class RunDir:
             if name != "csv" and not find_spec(name):
                 raise ConfigError(f"--logger_name {name}: is not installed; pip install {name}")
 
+    def on_rank_zero(self, function: Callable, *args) -> Any:
+        """Calls the function on rank 0 alone. The other ranks wait for it as long as rank 0 lives. All return its
+        result, or raise its ConfigError or RunError."""
+        result: list = [None]
+        if self.fabric.is_global_zero:
+            try:
+                result = [function(*args)]
+            except (ConfigError, RunError) as error:
+                result = [error]
+        if self.group is not None:
+            dist.broadcast_object_list(result, group=self.group)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
     def take_lock(self):
         # A POSIX lock ends with this process. A lock of flock would stay with the data workers.
-        lock = self.resources.enter_context(open(self.path / ".lock", "w"))  # noqa: SIM115
+        lock = self.resources.enter_context(open(self.path / ".lock", "a"))  # noqa: SIM115
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -275,7 +299,7 @@ class RunDir:
         if not self.config.resume:
             return
         self.path = Path(self.config.resume)
-        path = on_rank_zero(self.fabric, self.choose_checkpoint)
+        path = self.on_rank_zero(self.choose_checkpoint)
         if path is None:
             return
         other = differing_rank(self.fabric, path.stat().st_size if path.exists() else None)
@@ -291,16 +315,19 @@ class RunDir:
             raise ConfigError(f"--resume: {found}; rename it, or start a new run from the weights of this one")
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
-        self.origin = f"\nresumed from {path}{changed_files(about.get('code', {}))}"
+        changed = changed_files(about.get("code", {}))
+        self.origin = f"\nresumed from {path}{changed}"
         for name, current in self.state.items():
             if name not in saved:
                 self.origin += f"; state[{name!r}] is not in it, and new"
                 continue
-            with as_config_error(self.config, "resume"):
+            try:
                 if name in self.optimizers:
                     restore_optimizer(current, saved[name], self.optimizers[name], about["optimizers"][name])
                 else:
                     self.state[name] = self.restored(current, saved[name])
+            except Exception as error:
+                raise ConfigError(f"--resume {path}{changed}: {error}") from error
 
     def choose_checkpoint(self) -> Path | None:
         """The complete checkpoint of the highest step; None if the run never had one. Renames damaged ones."""
@@ -338,13 +365,15 @@ class RunDir:
             console.print("run directory none: --fast_run writes nothing")
             return
         if self.path is None:
-            self.path = on_rank_zero(self.fabric, self.make_directory)
+            self.path = self.on_rank_zero(self.make_directory)
             other = differing_rank(self.fabric, self.path.exists())
             if other:
-                on_rank_zero(self.fabric, shutil.rmtree, self.path)
+                self.on_rank_zero(shutil.rmtree, self.path)
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {other} does not see {self.path}; {SHARED}")
-        if not self.is_writing:
-            return
+        self.on_rank_zero(self.open, step, console, optimizers)
+
+    def open(self, step: int, console: Console, optimizers: dict):
+        """Writes config and provenance, and opens the loggers."""
         # model.pt marks a finished run, which this one no longer is. A kill has left *.tmp incomplete.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
             path.unlink(missing_ok=True)
@@ -385,7 +414,7 @@ class RunDir:
         self.summary["last"] |= scalars
         for logger in self.loggers:
             logger.log_metrics(scalars, step)
-        if self.is_writing and time.monotonic() > self.written + 1:
+        if self.loggers and time.monotonic() > self.written + 1:  # on rank 0
             self.write_summary("running")
 
     def write_summary(self, state: str):
@@ -424,10 +453,7 @@ class RunDir:
             "optimizers": self.optimizers,
             "summary": {"seconds": time.monotonic() - self.began, "last": self.summary["last"]},
         }
-        if self.is_writing:
-            self.write_checkpoint(saved, step, is_regular, is_best)
-            self.summary["checkpoint"] = step
-            self.write_summary("running")
+        self.on_rank_zero(self.write_checkpoint, saved, step, is_regular, is_best)
 
     def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
@@ -444,6 +470,10 @@ class RunDir:
     def write_checkpoint(self, saved: dict, step: int, is_regular: bool, is_best: bool):
         folder = self.path / "checkpoints"
         best = folder / "best.ckpt"
+        for path in (self.path / "logs").rglob("*.*"):  # first the rows before this checkpoint: a resume needs them
+            if path.is_file():
+                with open(path) as file:
+                    os.fsync(file.fileno())
         regular = folder / f"step-{step:08d}.ckpt"
         with atomically(best if is_best else regular, "wb") as file:  # fabric.save would write two more copies
             torch.save(saved, file)
@@ -457,16 +487,21 @@ class RunDir:
             steps = regular_checkpoints(self.path)
             for path in sorted(steps, key=lambda path: steps[path])[: -self.config.num_checkpoint_keep]:
                 path.unlink()
+        self.summary["checkpoint"] = step
+        self.write_summary("running")
 
     # ---- at the end
 
     def finish(self, name: str):
         """Writes model.pt, the weights of state[name]. It marks a finished run. The weights are read from the last
         checkpoint: there they are whole and on the CPU with any strategy."""
-        if self.is_writing:
-            self.write_summary("finished")
-            with atomically(self.path / "model.pt", "wb") as file:
-                torch.save(load(checkpoints_of(self.path)[0])[name], file)
+        if not self.config.fast_run:
+            self.on_rank_zero(self.write_weights, name)
+
+    def write_weights(self, name: str):
+        self.write_summary("finished")
+        with atomically(self.path / "model.pt", "wb") as file:
+            torch.save(load(checkpoints_of(self.path)[0])[name], file)
 
     def next_command(self, is_finished: bool) -> str:
         """The command to continue with."""

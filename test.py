@@ -39,7 +39,7 @@ class KeepOutputs:
 
     def __init__(self, metrics):
         self.metrics = metrics
-        self.batches: list[list[Tensor]] = []
+        self.batches: list = []
         self.reset = metrics.reset
         self.compute = metrics.compute
 
@@ -51,7 +51,7 @@ class KeepOutputs:
         self.metrics.update(*outputs)
 
 
-def gather(fabric: Fabric, batches: list[list[Tensor]]) -> list[Tensor]:
+def gather(fabric: Fabric, batches: list) -> list:
     """The outputs of all ranks on rank 0, in the order of the samples; [] on other ranks."""
     ranks: list = [batches]
     if dist.is_initialized():
@@ -66,6 +66,8 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
     run_dir = Path(config.out_dir)
     checkpoint = load(path)
+    changed = changed_files(checkpoint.get("checkpoint", {}).get("code", {}))
+    cli.say(f"{path} on {len(dataset)} {config.split} samples{changed}\n")
     model = build_model(train_config, dataset)
     with cli.as_config_error(config, "checkpoint"):
         model.load_state_dict(checkpoint.get("model", checkpoint))  # model.pt has the weights alone
@@ -79,8 +81,6 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
     if not fabric.is_global_zero:
         return 0
 
-    changed = changed_files(checkpoint.get("checkpoint", {}).get("code", {}))
-    cli.say(f"{path} on {len(dataset)} {config.split} samples{changed}\n")
     for name, value in scalars_of(results).items():
         cli.say(f"{name} {value:.5g}")
     stem = f"{config.split}_{path.stem}"
@@ -104,13 +104,13 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list
 
 def find_checkpoint(run_dir: Path, name: str) -> Path:
     """The file that `--checkpoint` means. Raises ConfigError if there is none."""
-    places = [run_dir / "checkpoints" / f"{name}.ckpt", run_dir / "checkpoints" / name, Path(name)]
-    found = [path for path in places if path.is_file()]
+    folder = run_dir / "checkpoints"
+    found = [path for path in (folder / f"{name}.ckpt", folder / name, Path(name)) if path.is_file()]
     if name == "last":
         found = checkpoints_of(run_dir)
     if not found:
         others = [path.name for path in checkpoints_of(run_dir)]
-        raise ConfigError(f"--checkpoint {name}: no {places[0]}; the checkpoints of this run are {others}")
+        raise ConfigError(f"--checkpoint {name}: no such file; the checkpoints of {run_dir} are {others}")
     return found[0]
 
 
@@ -136,7 +136,10 @@ def main(config: TestConfig) -> int:
     )
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)
-    with first_process_alone(), cli.as_config_error(config, "data_dir", kinds=(OSError, ImportError)):
+    with (
+        first_process_alone(train_config.dataset, train_config.data_dir),
+        cli.as_config_error(config, "data_dir", kinds=(OSError, ImportError)),
+    ):
         dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
     with cli.as_config_error(config, "split", "devices"):

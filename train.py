@@ -236,7 +236,7 @@ def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, ru
             precision += ", float32 products in TF32"
     console.print(f"{plan.world_size} x {device}, precision {precision}")
     layers = model.module if config.summary else "model"
-    console.print(f"{layers}, {run.parameters:,} parameters")
+    console.print(f"{layers}, {run.summary['parameters']:,} parameters")
     console.print(f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples")
     micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
     console.print(f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}")
@@ -267,8 +267,10 @@ def main(config: TrainConfig) -> int:
         config = replace(config, max_steps=steps, limit_train_batches=per_epoch, limit_val_batches=steps)
     fabric = build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
-    kinds = (OSError, ImportError)  # other exceptions are bugs
-    with first_process_alone(), cli.as_config_error(config, "dataset", "data_dir", kinds=kinds):
+    with (
+        first_process_alone(config.dataset, config.data_dir),
+        cli.as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)),  # others are bugs
+    ):
         datasets = build_datasets(config)
     return launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
 

@@ -98,10 +98,9 @@ def choose_micro_batch_size(effective_batch_size: int, asked: int | None, saved:
     """
     unit = world_size * (asked or 1)
     if effective_batch_size % unit:
-        factors = f"{world_size} device(s)" + (f" x micro_batch_size {asked}" if asked else "")
         below = effective_batch_size // unit * unit
         nearest = f"{below} or {below + unit}" if below else f"{below + unit}"
-        message = f"is not a multiple of {factors}; nearest: {nearest}"
+        message = f"is not a multiple of {world_size} device(s) x micro_batch_size {asked or 1}; nearest: {nearest}"
         raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}")
     if asked:
         return asked
@@ -130,7 +129,7 @@ def limit(total: int, limit_batches: int | float | None) -> int:
 # ---- values that compute_loss returns
 
 
-def as_scalars(values: Any) -> dict[str, Tensor]:
+def as_scalars(values: Any) -> dict:
     """The values of compute_loss as scalar tensors, detached. Raises RunError if they are not a dict of scalars."""
     if not isinstance(values, dict):
         raise RunError("compute_loss: must return, first, a dict of means with one named `loss`")
@@ -201,8 +200,8 @@ class Means:
     def __init__(self, fabric: Fabric):
         self.fabric = fabric
         self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # MPS has no float64
-        self.values: dict[str, list[Tensor]] = {}
-        self.weights: dict[str, float] = {}
+        self.values: dict = {}
+        self.weights: dict = {}
 
     def add(self, values: dict, weight: int = 1):
         """Adds scalars, each the mean of `weight` samples. For batches of the same size, 1 is enough."""
@@ -343,7 +342,7 @@ class Timer:
         self.batches += 1
         return batch
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict:
         """The figures since the last call."""
         samples = self.batches * self.samples_per_batch
         row = {"samples_per_second": samples / self.seconds, "data_wait": self.waited / self.seconds}

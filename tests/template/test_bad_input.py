@@ -55,7 +55,7 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--max_steps 1e99", "--max_steps"),
         ("--width inf", "--width"),
         ("--devices 0", "--devices 0"),
-        ("--dataset mnist", "'mnist' (choose from 'digits'); recipes/data.md adds others"),
+        ("--dataset mnist", "'mnist' (choose from 'digits')"),
         ("--base_lr fast", "--base_lr"),
         ("--compile maybe", "--compile"),
         ("--timeout 1e7", "--timeout"),
@@ -82,6 +82,7 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--out_dir ..", "--out_dir"),
         ("--out_dir a\x00b", "--out_dir"),
         ("--precision 16-true", "bf16-true"),
+        ("--root_dir s3://bucket/runs", "--root_dir s3://bucket/runs: must be a directory, not a URL"),
         ("--root_dir=", "--root_dir"),
         ("--devices=", "--devices"),
         ("--val_interval 1.5", "--val_interval"),
@@ -312,8 +313,11 @@ LATE = {
     "train.py --data_dir .": ["--data_dir .: the digits come with scikit-learn"],
     "train.py --root_dir file": ["--root_dir", "file"],
     "train.py --root_dir /proc": ["--root_dir", "/proc"],
-    "test.py --out_dir train_out": ["--checkpoint", "best.ckpt", "the checkpoints of this run are []"],
-    "test.py --out_dir train_out --checkpoint last": ["--checkpoint last: ", "the checkpoints of this run are []"],
+    "test.py --out_dir train_out": [
+        "--checkpoint best: no such file",
+        "the checkpoints of 20260101-000000-train_out are []",
+    ],
+    "test.py --out_dir train_out --checkpoint last": ["--checkpoint last: no such file"],
 }
 
 

@@ -122,7 +122,7 @@ def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
         os.close(master)
     assert process.wait() == 0
     bars = [text for text in re.split(r"[\r\n]", shown.decode()) if "step/s" in text]
-    assert re.search(r"20/20 \[.*, train/loss \d\.\d+, val/accuracy 0\.\d+\]", bars[-1])
+    assert re.search(r"20/20 \[.*, train/loss=\d\.\d+, val/accuracy=0\.\d+\]", bars[-1])
     assert "step/s" not in (run_dir(tmp_path) / "train.log").read_text()
 
 
@@ -132,7 +132,7 @@ def test_without_a_terminal_a_line_of_progress_comes_after_a_while_without_anoth
     done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, TQDM_DISABLE="1")  # is set on some clusters
     lines = [line for line in done.stdout.splitlines() if "step/s" in line or "s/step" in line]
     assert len(lines) == 20 and done.stderr == ""
-    assert re.search(r"15/20 \[.*, train/loss 2\.\d+, val/accuracy 0\.\d+\]", lines[14])
+    assert re.search(r"15/20 \[.*, train/loss=2\.\d+, val/accuracy=0\.\d+\]", lines[14])
     assert "step/s" not in call(f"train.py {SMALL} --out_dir other", tmp_path).stdout  # which takes less than that
 
 

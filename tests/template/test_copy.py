@@ -189,7 +189,8 @@ def test_every_file_that_ci_names_is_there(system: str, is_stripped: bool, tmp_p
     (script,) = re.findall(r"run: bash (\S+)", (copy / ".github" / "workflows" / "test.yml").read_text())
     env = os.environ | {"PATH": f"{copy / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script], cwd=copy, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.count("python -m pytest") == (1 if is_stripped or system == "Darwin" else 5)
+    runs = done.stdout.count("python -m pytest")
+    assert runs == 1 if is_stripped or system == "Darwin" else runs > 1
     named = re.findall(r"\btests/\S+|(?<= )\w\S+\.txt", done.stdout)
     assert named and [name for name in named if not (copy / name).exists()] == []
 

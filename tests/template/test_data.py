@@ -159,6 +159,13 @@ def test_digits_have_a_fixed_split():
         assert any(np.array_equal(image, other) for other in shifted)
 
 
+def test_images_that_are_not_shifted_are_not_copied():
+    images = torch.zeros(2, 1, 8, 8)
+    dataset = ImageDataset(images, torch.arange(2), num_classes=2)
+    tensors = [value for value in vars(dataset).values() if isinstance(value, torch.Tensor) and value.ndim > 1]
+    assert {tensor.data_ptr() for tensor in tensors} == {images.data_ptr()}
+
+
 def test_shift_moves_the_image_and_fills_with_background():
     image = torch.zeros(1, 1, 5, 5)  # zero is the darkest value
     image[0, 0, 2, 2] = 1
@@ -306,13 +313,3 @@ def test_batches_are_what_the_dataset_gives():
     for dataset in (Padded(), random_split(Padded(), [40])[0]):
         name, targets = SeededBatches(dataset, seed=42)[key]
         assert name == "collated" and len(targets) == 3
-
-
-def test_loading_leaves_the_global_generator_alone():
-    """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
-    with ExitStack() as resources:
-        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, 1, 5)[0], TrainConfig(num_workers=1), resources)
-        torch.manual_seed(0)
-        before = torch.get_rng_state()
-        assert len(list(loader)) == 8
-        assert torch.equal(torch.get_rng_state(), before)

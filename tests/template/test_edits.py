@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -170,7 +169,7 @@ def with_datasets(program: Path, change: str) -> None:
 def test_a_mistake_is_told_with_its_place_in_at_most_20_lines(
     point: str, text: str, place: str, words: str, options: str, program: Path, cwd: Path
 ):
-    """The frames of libraries are folded, and the last line has the cause."""
+    """The frames of libraries are left out, and the last line has the cause."""
     replace(program, point, text)
     error = call(f"{program}/train.py {SMALL} {options}", cwd, code=1).stderr
     first, *frames, line = error.splitlines()
@@ -180,11 +179,11 @@ def test_a_mistake_is_told_with_its_place_in_at_most_20_lines(
     assert list(cwd.iterdir()) == []
 
 
-def test_the_frames_of_libraries_are_counted_and_shown_on_request(program: Path, cwd: Path, monkeypatch):
+def test_the_frames_of_libraries_are_shown_on_request(program: Path, cwd: Path, monkeypatch):
     replace(program, "last layer", "nn.Linear(3 * width")
     command = f"{program}/train.py {SMALL}"
     error = call(command, cwd, code=1).stderr
-    assert re.search(r"^  \.\.\. \d+ frames of torch$", error, re.MULTILINE)
+    assert "site-packages" not in error
     assert f'  File "{program}/model.py", line ' in error
     monkeypatch.setenv("FULL_TRACEBACK", "1")
     whole = call(command, cwd, code=1).stderr

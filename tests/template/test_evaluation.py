@@ -192,6 +192,20 @@ def test_predictions_that_cannot_be_kept_are_refused_in_one_line(
     assert set(folder.rglob("*")) == before
 
 
+def test_the_data_are_those_of_the_training_whatever_the_default_is_now(tmp_path: Path):
+    code = (
+        "from dataclasses import replace\nprint(f'data of {config.data_dir}')\nconfig = replace(config, data_dir=None)"
+    )
+    program = insert_before(tmp_path / "program", "digits", code)
+    config = program / "config.py"
+    default = "data_dir: str | None = None  # Directory of the dataset's files\n"
+    assert config.read_text().count(default) == 1
+    config.write_text(config.read_text().replace(default, default.replace("= None", '= "default"')))
+    assert "data of mine\n" in call(f"{program}/train.py {SMALL} --epochs 1 --data_dir mine", tmp_path).stdout
+    assert "data of mine\n" in call(f"{program}/test.py", tmp_path).stdout
+    assert "data of other\n" in call(f"{program}/test.py --data_dir other", tmp_path).stdout
+
+
 # ---- a user's own dataset, from end to end
 
 OWN = '''
@@ -278,22 +292,22 @@ def test_a_model_that_has_changed_since_is_refused_in_one_line(checkpoint: str, 
 def test_a_run_that_failed_before_its_first_checkpoint_hides_no_older_one(
     options: str, has: str, finished: Path, tmp_path: Path
 ):
-    """A name means the newest run that has the checkpoint asked for; those passed over are said."""
+    """A name means the newest run that has the checkpoint asked for."""
     good = Path(shutil.copytree(finished, tmp_path / finished.name))
     failed = tmp_path / "29990101-000000-train_out"
     (failed / "checkpoints").mkdir(parents=True)
     shutil.copy(finished / "config.yaml", failed)
     done = call(f"test.py --accelerator cpu {options}", tmp_path)
-    assert f"--out_dir train_out: {failed.name} has no checkpoints/{has}, and is passed over\n" in done.stdout
-    assert f"{good.name} is the newest run of that name" in done.stdout and "on 380 test samples" in done.stdout
+    assert f"{good.name} is the newest run of that name that has checkpoints/{has}\n" in done.stdout
+    assert "on 380 test samples" in done.stdout
     error = call(f"test.py --accelerator cpu --out_dir {failed.name} {options}", tmp_path, code=2).stderr
-    assert "the checkpoints of this run are []" in error and error.count("\n") == 1
+    assert f"the checkpoints of {failed.name} are []" in error and error.count("\n") == 1
 
 
 def test_a_checkpoint_that_no_run_has_is_answered_with_those_of_the_newest(finished: Path, tmp_path: Path):
     shutil.copytree(finished, tmp_path / finished.name)
     error = call("test.py --accelerator cpu --checkpoint step-7", tmp_path, code=2).stderr
-    assert "--checkpoint step-7: no " in error and "this run are ['step-00000020.ckpt', " in error
+    assert f"--checkpoint step-7: no such file; the checkpoints of {finished.name} are ['step-00000020.ckpt', " in error
 
 
 def test_a_run_is_evaluated_from_inside(finished: Path, tmp_path: Path):

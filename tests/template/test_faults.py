@@ -85,6 +85,38 @@ def remove_what_is_no_run(cwd: Path) -> None:
             shutil.rmtree(folder)
 
 
+def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(monkeypatch, tmp_path):
+    """Otherwise a resume from it would go on behind rows that a power failure has taken."""
+    done = []
+    fsync, rename = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        fsync(file)
+        done.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+
+    def renamed(old, new) -> None:
+        rename(old, new)
+        done.append(f"renamed {Path(new).name}")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    call(f"{TWO_SAVES} tensorboard", tmp_path)
+    saves = [place for place, name in enumerate(done) if name.startswith("renamed ") and name.endswith(".ckpt")]
+    assert len(saves) == 2
+    for first, last in zip([0, *saves], saves, strict=False):
+        before = done[first:last]
+        assert "metrics.csv" in before and any(name.startswith("events.out") for name in before)
+
+
+def test_links_in_a_run_directory_change_no_other_file(tmp_path):
+    call(f"train.py {SMALL} --epochs 1 --logger_name csv", tmp_path)
+    (tmp_path / "precious").write_text("precious")
+    (run_dir(tmp_path) / ".lock").unlink()
+    (run_dir(tmp_path) / ".lock").symlink_to(tmp_path / "precious")
+    call("train.py --resume auto --epochs 2", tmp_path)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 @pytest.fixture(scope="module")
 def two_saves(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("two_saves")

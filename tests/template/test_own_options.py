@@ -151,6 +151,20 @@ def test_a_mistake_in_a_nested_option_is_one_line(program, options: str, message
     assert not [*tmp_path.glob("*train_out")]
 
 
+def test_a_number_may_be_negative_if_its_option_says_so(tmp_path):
+    program = with_fields(tmp_path / "program", "    margin: float = -0.5")
+    assert "--margin -0.5: must be above 0" in call(f"{program}/train.py {SMALL}", tmp_path, code=2).stderr
+    config = program / "config.py"
+    config.write_text(config.read_text().replace("MAY_BE_NEGATIVE = ()", 'MAY_BE_NEGATIVE = ("margin",)'))
+    call(f"{program}/train.py {SMALL} --epochs 1 --margin -2e-1", tmp_path)
+    assert yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())["margin"] == -0.2
+
+
+def test_numbers_may_be_choices(tmp_path):
+    program = with_fields(tmp_path / "program", "    kernel: Literal[3, 5] = 4")
+    assert "--kernel 4: choose from 3, 5" in call(f"{program}/train.py {SMALL}", tmp_path, code=2).stderr
+
+
 @pytest.mark.parametrize(
     "fields, option",
     [

@@ -28,6 +28,10 @@ if not (folder / "whole").exists():
     (folder / "whole").touch()
     with open(folder / "log", "a") as log:
         log.write(f"{os.getpid()} ended\\n")
+
+from dataclasses import replace
+
+config = replace(config, data_dir=None)  # digits refuse one
 """
 ON_3 = TORCHRUN.replace("--nproc_per_node 2", "--nproc_per_node 3")
 
@@ -90,6 +94,34 @@ def test_what_was_cut_off_by_a_kill_is_begun_again(program, folder, tmp_path):
         else:
             end(process)
     assert len(log(folder, "ended")) == 1 and len(log(folder, "called")) == 3
+
+
+def test_runs_with_other_data_do_not_wait_for_it_and_are_not_told_that_theirs_is_there(program, folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    first = start(f"{program}/train.py {SMALL} --epochs 1 --data_dir a", tmp_path, DOWNLOAD=str(folder))
+    wait_for(lambda: log(folder, "began"))
+    others = [
+        start(f"{program}/train.py {SMALL} --epochs 1 --data_dir b --out_dir run{i}", tmp_path, DOWNLOAD=str(other))
+        for i in range(2)
+    ]
+    wait_for(lambda: log(other, "began"))
+    (folder / "go").touch()
+    end(first)
+    assert len(log(other, "called")) == 1
+    (other / "go").touch()
+    for process in others:
+        end(process)
+    assert len(log(other, "began")) == 1 and len(log(other, "called")) == 2
+
+
+def test_what_only_one_process_cannot_read_is_told_by_it(folder, tmp_path):
+    fails = 'import os\nif os.environ.get("LOCAL_RANK") == "1":\n    open("not there")'
+    program = insert_before(tmp_path / "program", "digits", fails)
+    process = start(f"{program}/train.py {SMALL} --epochs 1 --devices 2", tmp_path)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "train.py: error: rank 1: " in error and "not there" in error
 
 
 def test_a_killed_run_of_three_processes_begins_the_download_again(program, folder, tmp_path):

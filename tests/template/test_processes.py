@@ -3,6 +3,10 @@
 import os
 import re
 import signal
+import socket
+import subprocess
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +20,14 @@ from conftest import (
     TORCHRUN,
     assert_same_training,
     assert_whole_checkpoints,
+    call,
     children,
     descendants,
     end_of,
     history,
     is_running,
     kill_group,
+    last_summary,
     newest,
     run,
     run_dir,
@@ -30,7 +36,14 @@ from conftest import (
     wait_for,
     without_locks,
 )
-from edits import insert_after
+from edits import copy_programs, insert_after
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
 
 # ---- launchers
 
@@ -39,7 +52,7 @@ from edits import insert_after
 def terminated(tmp_path_factory) -> tuple[int, str, Path]:
     """The exit code and the output of a torchrun that may restart and got a SIGTERM; and where that was."""
     cwd = tmp_path_factory.mktemp("terminated")
-    process = start(f"{TORCHRUN} --max-restarts 1 {REPO / SLOW}", cwd)
+    process = start(f"{TORCHRUN} --max-restarts 1 {REPO / SLOW}", cwd, **NO_SHARED_STORE)
     wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
     process.terminate()
     output, _ = process.communicate(timeout=300)
@@ -84,6 +97,15 @@ def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trai
     assert len([*run_dir(cwd).glob("provenance/*.txt")]) == 1
 
 
+def test_restarts_without_the_variable_are_refused_in_one_line(tmp_path):
+    """They may hang for longer than --timeout."""
+    process = start(f"{TORCHRUN} --max-restarts 1 {REPO / SLOW}", tmp_path)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 1
+    assert "train.py: error: torchrun --max-restarts 1: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in error
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_documented_commands_with_restarts_set_the_variable():
     pages = [path.read_text().replace("\\\n", "") for path in (*REPO.glob("*.md"), *REPO.glob("recipes/*"))]
     commands = [
@@ -116,6 +138,68 @@ def test_no_process_outlives_rank_0(tmp_path):
     end_of(process, pids)
     assert process.returncode == -signal.SIGKILL
     assert_whole_checkpoints(tmp_path)
+
+
+# What rank 0 does alone waits for the file `go`.
+WAIT = """
+if os.environ.get("WAIT") == {name!r} and "{name}" not in os.listdir():
+    open({name!r}, "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.1)
+"""
+ALONE = {"check": "    def choose_checkpoint(", "save": "    def write_checkpoint(", "end": "    def write_weights("}
+STEPS = f"{SMALL} --checkpoint_frequency None --logger_name csv --timeout 10"
+
+
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory) -> Path:
+    """The programs, with a rank 0 that waits."""
+    program = copy_programs(tmp_path_factory.mktemp("waits") / "program")
+    path = program / "rundir.py"
+    for name, function in ALONE.items():
+        code = textwrap.indent(WAIT.format(name=name), " " * 8)
+        head = re.compile(rf'{re.escape(function)}.*\n(?: +""".*"""\n)?')  # with a docstring of a line
+        text, count = head.subn(lambda found, code=code: found[0] + code, path.read_text())
+        assert count == 1
+        path.write_text(text)
+    return program
+
+
+def start_two(command: str, cwd: Path, **env: str) -> list[subprocess.Popen]:
+    """Two nodes with a process each, which nothing but the command has launched: they must notice each other's end."""
+    port = str(free_port())
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env) for rank in range(2)]
+
+
+@pytest.mark.parametrize("phase", ALONE)
+def test_what_rank_0_does_alone_may_take_longer_than_the_timeout(phase: str, waits, tmp_path):
+    command = f"{waits}/train.py {STEPS} --epochs 1"
+    if phase == "check":
+        call(command, tmp_path)
+        command = f"{waits}/train.py --resume auto --epochs 2"
+    processes = start_two(command, tmp_path, WAIT=phase)
+    wait_for(lambda: (tmp_path / phase).exists() or any(process.poll() is not None for process in processes))
+    time.sleep(15)
+    (tmp_path / "go").touch()
+    for process in processes:
+        out, error = process.communicate(timeout=300)
+        assert process.returncode == 0, out + error
+    assert last_summary(tmp_path)["state"] == "finished"
+
+
+@pytest.mark.parametrize("phase", ALONE)
+def test_the_others_notice_at_once_that_rank_0_has_died_alone(phase: str, waits, tmp_path):
+    command = f"{waits}/train.py {STEPS} --epochs 1"
+    if phase == "check":
+        call(command, tmp_path)
+        command = f"{waits}/train.py --resume auto --epochs 2"
+    processes = zero, one = start_two(command, tmp_path, WAIT=phase)
+    wait_for(lambda: (tmp_path / phase).exists() or any(process.poll() is not None for process in processes))
+    zero.kill()
+    error = one.communicate(timeout=300)[1]
+    assert one.returncode == 1 and "another process died" in error
+    zero.communicate()
 
 
 def test_a_killed_rank_ends_the_others(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALL, call, run_dir
-from edits import REPO, copy_programs, replace
+from edits import copy_programs, replace
 
 from cli import read_config, to_yaml
 
@@ -50,6 +50,13 @@ def test_a_run_from_its_own_copy_ends_with_the_same_weights(trained, tmp_path):
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
+def test_a_run_is_resumed_by_its_own_copy(trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / trained.name))
+    (code,) = codes(run)
+    assert "finished after 8 of 8" in call(f"{code}/train.py --resume train_out --epochs 2", tmp_path).stdout
+    assert codes(run) == [code]
+
+
 def test_a_checkpoint_has_the_config(trained):
     for path in trained.glob("checkpoints/*.ckpt"):
         config = torch.load(path, weights_only=True)["checkpoint"]["config"]
@@ -69,6 +76,18 @@ def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(program
     again = call(f"{changed}/train.py --resume auto --epochs 3", tmp_path).stdout
     assert "changed since" not in again
     assert len(codes(run)) == 2
+
+
+def test_files_that_have_changed_are_named_where_the_model_no_longer_fits(program, trained, tmp_path):
+    changed = Path(shutil.copytree(program, tmp_path / "changed"))
+    replace(changed, "last layer", "nn.Linear(3 * width")
+    shutil.copytree(trained, tmp_path / trained.name)
+    assert (
+        "best.ckpt on 380 test samples; changed since: model.py\n"
+        in call(f"{changed}/test.py", tmp_path, code=2).stdout
+    )
+    error = call(f"{changed}/train.py --resume auto --epochs 2", tmp_path, code=2).stderr
+    assert "step-00000004.ckpt; changed since: model.py: Error(s) in loading" in error and error.count("\n") == 1
 
 
 def test_nothing_is_said_where_nothing_has_changed(program, trained, tmp_path):
@@ -103,7 +122,7 @@ def test_weights_alone_need_a_run(program, trained, tmp_path):
     assert "accuracy" in found
 
 
-def test_the_template_itself_is_copied_without_its_tests(trained, tmp_path):
-    call(f"{REPO}/train.py {CSV} --epochs 1", tmp_path)
-    (code,) = codes(run_dir(tmp_path))
-    assert (code / "train.py").exists() and not (code / "tests" / "template").exists()
+def test_a_checkpoint_that_is_not_there_is_named(program, trained, tmp_path):
+    error = call(f"{program}/test.py --checkpoint {trained}/checkpoints/nothing.ckpt", tmp_path, code=2).stderr
+    names = "['step-00000004.ckpt', 'best.ckpt']"
+    assert f"nothing.ckpt: no such file; the checkpoints of {trained} are {names}\n" in error
