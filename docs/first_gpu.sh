@@ -3,6 +3,13 @@
 #   docs/first_gpu.sh            # those of one GPU, and of two where there are two; about 10 minutes
 # Exits with the number of commands that failed.
 repo=$(cd "$(dirname "$0")/.." && pwd)
+train="python $repo/train.py --accelerator cuda"
+test="python $repo/test.py --accelerator cuda"
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if ((gpus == 0)); then
+    python -c 'import torch; print("torch", torch.__version__, "finds no GPU; it was built for CUDA", torch.version.cuda)' >&2
+    exit 1
+fi
 folder=$(mktemp -d) report=$PWD/first_gpu_report.md failed=0
 cd "$folder" || exit
 
@@ -21,37 +28,50 @@ try() {
 }
 
 echo "# First GPU" >"$report"
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 try '.+, .+' "nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader"
 try 'torch .* cuda .*' "python -c 'import torch; print(\"torch\", torch.__version__, \"cuda\", torch.version.cuda)'"
 try 'commit .*' "git -C $repo log -1 --format='commit %h'"
 
-try 'finished after 2 of 2' "python $repo/train.py --devices 1 --fast_run --log_interval 1"
-try 'best val/accuracy 0.9[0-9]*' "python $repo/train.py --devices 1 --epochs 8"
-try 'accuracy 0.9[0-9]*' "python $repo/test.py --out_dir train_out --devices 1"
-try 'accuracy 0.9[0-9]*' "CUDA_VISIBLE_DEVICES= python $repo/test.py --out_dir train_out --devices 1"
-try 'resumed from .*' "python $repo/train.py --devices 1 --resume train_out --epochs 9"
+try 'finished after 2 of 2' "$train --devices 1 --fast_run --log_interval 1"
+try 'best val/accuracy 0.9[0-9]*' "$train --devices 1 --epochs 8"
+try 'accuracy 0.9[0-9]*' "$test --out_dir train_out --devices 1"
+try 'accuracy 0.9[0-9]*' "python $repo/test.py --accelerator cpu --out_dir train_out --devices 1"
+try 'resumed from .*' "$train --devices 1 --resume train_out --epochs 9"
 for precision in bf16-mixed 16-mixed bf16-true; do
-    try 'best val/accuracy 0.[89][0-9]*' "python $repo/train.py --devices 1 --epochs 8 --precision $precision --out_dir $precision"
+    try 'best val/accuracy 0.[89][0-9]*' "$train --devices 1 --epochs 8 --precision $precision --out_dir $precision"
 done
-try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --num_workers 2 --micro_batch_size 16 --max_grad_norm 1"
+try 'finished after 38 of 38' "$train --devices 1 --epochs 2 --num_workers 2 --micro_batch_size 16 --max_grad_norm 1"
 for mode in default reduce-overhead; do
-    try 'finished after 38 of 38' "python $repo/train.py --devices 1 --epochs 2 --compile $mode"
+    try 'finished after 38 of 38' "$train --devices 1 --epochs 2 --compile $mode"
 done
-try '.*100%' "python -m pytest -m gpu -p no:cacheprovider $repo/tests/template/test_gpu.py"
+try '^[0-9]+ passed.*' "python -m pytest -m gpu -p no:cacheprovider $repo/tests/template/test_gpu.py"
 
 if ((gpus > 1)); then
-    try 'effective_batch_size 64 = 2 device' "python $repo/train.py --devices 2 --epochs 8 --out_dir two"
-    try 'accuracy 0.9[0-9]*' "python $repo/test.py --out_dir two --devices 2"
-    try 'resumed from .*' "python $repo/train.py --devices 1, --strategy auto --resume two --epochs 9"
-    try 'finished after 38 of 38' "torchrun --nproc_per_node 2 $repo/train.py --epochs 2"
-    try 'finished after 38 of 38' "python $repo/train.py --devices 2 --strategy dp --epochs 2"
-    # A rank that is killed: the other one says so and ends, at the latest after --timeout seconds.
-    try 'another process died' "python $repo/train.py --devices 2 --epochs 2000 --timeout 30 --out_dir killed &
-        sleep 40; kill -9 \$(pgrep -P \$! -f train.py | head -1); ! wait \$!"
+    try 'effective_batch_size 64 = 2 device' "$train --devices 2 --epochs 8 --out_dir two"
+    try 'accuracy 0.9[0-9]*' "$test --out_dir two --devices 2"
+    try 'resumed from .*' "$train --devices 1, --strategy auto --resume two --epochs 9"
+    try 'finished after 38 of 38' "torchrun --nproc_per_node 2 $repo/train.py --accelerator cuda --epochs 2"
+    # dp trains like one device: the same losses, up to rounding.
+    try 'the losses differ by at most 0.0[0-4]' "
+        $train --devices 1 --epochs 2 --dropout 0 --logger_name csv --out_dir one
+        $train --devices 2 --epochs 2 --dropout 0 --logger_name csv --out_dir dp --strategy dp
+        python - <<'PYTHON'
+import csv, glob
+
+losses = [
+    [float(row['train/loss']) for row in csv.DictReader(open(glob.glob(f'*-{name}/logs/csv/metrics.csv')[0]))]
+    for name in ('one', 'dp')
+]
+print('the losses differ by at most', f'{max(abs(x - y) for x, y in zip(*losses, strict=True)):.4f}')
+PYTHON"
+    # A rank that is killed: the other one ends, at the latest 60 seconds after --timeout. It may be killed by NCCL, and
+    # then says nothing.
+    try 'the run has ended' "$train --devices 2 --epochs 2000 --timeout 30 --out_dir killed & run=\$!
+        sleep 40; kill -9 \$(pgrep -P \$run -f train.py | head -1)
+        timeout 150 tail --pid=\$run -f /dev/null && echo the run has ended"
     for recipe in sharded sync_batchnorm; do
         try 'finished after 38 of 38' "git clone -q $repo $recipe && git -C $recipe apply recipes/$recipe.patch &&
-            python $recipe/train.py --devices 2 --epochs 2 --out_dir $recipe-out \
+            python $recipe/train.py --accelerator cuda --devices 2 --epochs 2 --out_dir $recipe-out \
             --strategy $([[ $recipe == sharded ]] && echo model_parallel || echo ddp)"
     done
 fi
