@@ -91,7 +91,8 @@ def data(name: str, repo: Path):
 
 def build(data: ModuleType, name: str, files: Path, augment: bool = True) -> dict:
     """The data sets of the edited data.py."""
-    return data.build_datasets(SimpleNamespace(dataset=name, data_dir=str(files)), augment)
+    sizes = {"limit_train_batches": 9, "effective_batch_size": 64}  # which a stream needs
+    return data.build_datasets(SimpleNamespace(dataset=name, data_dir=str(files), **sizes), augment)
 
 
 def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Path):
@@ -114,7 +115,7 @@ def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0
     train[0]  # as the training process does before it starts workers
     config = TrainConfig(effective_batch_size=64, micro_batch_size=16, limit_train_batches=9)
     plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_micro_batch_size=None)
-    sampler = data.TrainSampler(plan, None, rank, seed=42)
+    sampler = data.TrainSampler(plan, train, rank, seed=42)
     sampler.epoch, sampler.step_in_epoch = epoch, step
     with ExitStack() as resources:
         fabric = Fabric(accelerator="cpu", devices=1)
