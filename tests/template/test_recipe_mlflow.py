@@ -202,7 +202,7 @@ def test_the_logger_of_lightning_works_in_one_line(cwd: Path, tmp_path_factory):
     (appended,) = re.findall(r"^    loggers\.append\(MLFlowLogger\(.*\n", page, re.MULTILINE)
     program = copy_programs(tmp_path_factory.mktemp("lightning"))
     text = (program / "loggers.py").read_text()
-    (comment,) = [line for line in text.splitlines(keepends=True) if line.startswith("    # Any logger of Fabric")]
+    (comment,) = [line for line in text.splitlines(keepends=True) if line.startswith("    # Append any logger")]
     line = f"    from lightning.pytorch.loggers import MLFlowLogger\n\n{appended}"
     (program / "loggers.py").write_text(text.replace(comment, line))
     call(f"{program}/train.py {SMALL} --logger_name csv", cwd)
