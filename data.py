@@ -226,6 +226,7 @@ class Loader(DataLoader):
             timeout=config.timeout if has_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
         self.other_processes = set(torch.multiprocessing.active_children())

@@ -30,6 +30,9 @@ from config import PER_HOST_OPTIONS, ConfigError
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that stop a run
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
 ROOT = Path(__file__).parent  # of the project
+# A hash of each source file, in ROOT or a folder directly in it, when this process began: it does not see later edits.
+FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+SOURCES = {str(path.relative_to(ROOT)): zlib.crc32(path.read_bytes()) for path in FILES}
 SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
 
 
@@ -203,23 +206,16 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
     return code
 
 
-def source_files() -> dict:
-    """A hash of each source file of the project, in its folder or one below, by the path within the project."""
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
-    return {str(path.relative_to(ROOT)): zlib.crc32(path.read_bytes()) for path in paths}
-
-
 def changed_files(then: dict) -> str:
-    """A part of a line that names those source files that have changed since `source_files` was `then`, if any."""
-    now = source_files()
-    changed = [name for name in then if now.get(name) != then[name]]
+    """A part of a line that names those source files that have changed since SOURCES was `then`, if any."""
+    changed = [name for name in then if SOURCES.get(name) != then[name]]
     return f"; changed since: {', '.join(changed)}" if changed else ""
 
 
 def fingerprint(config) -> int:
     """A hash of the programs and options, which must be the same in all processes."""
     options = {name: value for name, value in asdict(config).items() if name not in PER_HOST_OPTIONS}
-    return zlib.crc32(repr([source_files(), options]).encode())
+    return zlib.crc32(repr([SOURCES, options]).encode())
 
 
 def differing_rank(fabric: Fabric, value: Any) -> str | None:

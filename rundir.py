@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from cli import as_config_error, to_yaml
 from config import ConfigError, RunError, TrainConfig
-from launch import ROOT, SHARED, changed_files, differing_rank, source_files
+from launch import ROOT, SHARED, SOURCES, changed_files, differing_rank
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically
 
@@ -224,9 +224,8 @@ def write_provenance(run_dir: Path, fabric: Fabric):
         file.flush()
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(GIT_STATUS, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL, timeout=10)
-    files = source_files()
-    folder = run_dir / "provenance" / f"code-{zlib.crc32(repr(files).encode()):08x}"
-    for name in files:
+    folder = run_dir / "provenance" / f"code-{zlib.crc32(repr(SOURCES).encode()):08x}"
+    for name in SOURCES:
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         with suppress(shutil.SameFileError):  # this process runs them
@@ -448,7 +447,7 @@ class RunDir:
             "format": FORMAT,
             "step": step,
             "config": self.config_text,
-            "code": source_files(),
+            "code": SOURCES,
             "entries": entries_of(self.state),
             "optimizers": self.optimizers,
             "summary": {"seconds": time.monotonic() - self.began, "last": self.summary["last"]},

@@ -313,3 +313,13 @@ def test_batches_are_what_the_dataset_gives():
     for dataset in (Padded(), random_split(Padded(), [40])[0]):
         name, targets = SeededBatches(dataset, seed=42)[key]
         assert name == "collated" and len(targets) == 3
+
+
+def test_loading_leaves_the_global_generator_alone():
+    """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
+    with ExitStack() as resources:
+        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, 1, 5)[0], TrainConfig(num_workers=1), resources)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        assert len(list(loader)) == 8
+        assert torch.equal(torch.get_rng_state(), before)

@@ -172,14 +172,20 @@ def start_two(command: str, cwd: Path, **env: str) -> list[subprocess.Popen]:
     return [start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env) for rank in range(2)]
 
 
-@pytest.mark.parametrize("phase", ALONE)
-def test_what_rank_0_does_alone_may_take_longer_than_the_timeout(phase: str, waits, tmp_path):
+def start_waiting(phase: str, waits: Path, cwd: Path) -> list[subprocess.Popen]:
+    """Two nodes, of which rank 0 waits in this phase."""
     command = f"{waits}/train.py {STEPS} --epochs 1"
     if phase == "check":
-        call(command, tmp_path)
+        call(command, cwd)
         command = f"{waits}/train.py --resume auto --epochs 2"
-    processes = start_two(command, tmp_path, WAIT=phase)
-    wait_for(lambda: (tmp_path / phase).exists() or any(process.poll() is not None for process in processes))
+    processes = start_two(command, cwd, WAIT=phase)
+    wait_for(lambda: (cwd / phase).exists() or any(process.poll() is not None for process in processes))
+    return processes
+
+
+@pytest.mark.parametrize("phase", ALONE)
+def test_what_rank_0_does_alone_may_take_longer_than_the_timeout(phase: str, waits, tmp_path):
+    processes = start_waiting(phase, waits, tmp_path)
     time.sleep(15)
     (tmp_path / "go").touch()
     for process in processes:
@@ -190,12 +196,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_the_timeout(phase: str, wai
 
 @pytest.mark.parametrize("phase", ALONE)
 def test_the_others_notice_at_once_that_rank_0_has_died_alone(phase: str, waits, tmp_path):
-    command = f"{waits}/train.py {STEPS} --epochs 1"
-    if phase == "check":
-        call(command, tmp_path)
-        command = f"{waits}/train.py --resume auto --epochs 2"
-    processes = zero, one = start_two(command, tmp_path, WAIT=phase)
-    wait_for(lambda: (tmp_path / phase).exists() or any(process.poll() is not None for process in processes))
+    zero, one = start_waiting(phase, waits, tmp_path)
     zero.kill()
     error = one.communicate(timeout=300)[1]
     assert one.returncode == 1 and "another process died" in error

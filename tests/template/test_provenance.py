@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALL, call, run_dir
-from edits import copy_programs, replace
+from edits import copy_programs, insert_before, replace
 
 from cli import read_config, to_yaml
 
@@ -88,6 +88,15 @@ def test_files_that_have_changed_are_named_where_the_model_no_longer_fits(progra
     )
     error = call(f"{changed}/train.py --resume auto --epochs 2", tmp_path, code=2).stderr
     assert "step-00000004.ckpt; changed since: model.py: Error(s) in loading" in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_edited_while_the_run_goes_on_has_changed_since(tmp_path):
+    """The checkpoint has the hash of the code that runs."""
+    program = copy_programs(tmp_path / "program")
+    insert_before(program, "optimizer steps", "open(__file__, 'a').write('# edited\\n')")
+    (tmp_path / "runs").mkdir()
+    call(f"{program}/train.py {CSV} --max_steps 1", tmp_path / "runs")
+    assert "changed since: train.py\n" in call(f"{program}/test.py", tmp_path / "runs").stdout
 
 
 def test_nothing_is_said_where_nothing_has_changed(program, trained, tmp_path):
