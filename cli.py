@@ -127,8 +127,6 @@ def parse(cls: type, given: dict, source: str = "") -> dict:
         if name not in options:
             raise ConfigError(source + unknown_option(name, options))
         option = options[name]
-        if option.type in (int, int | None):  # 1e3 is 1000
-            words = [f"{float(word):.0f}" if re.fullmatch(r"\d+[eE]\d", word) else word for word in words]
         if words == ["None"] and may_be_none(option):  # which simple_parsing does not know
             found[name] = None
         elif words == ["None"] or not (words or option.type is bool or "nargs" in str(option.metadata)):
@@ -257,13 +255,19 @@ def is_local_zero() -> bool:
 # ---- which run is meant
 
 
-def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | None:
-    """The newest run that has this file, and whose directory is named by a timestamp and `name`; None if there is
-    none."""
-    base = Path(root_dir) / name
+def named_folders(base: Path) -> list[Path]:
+    """The directories named by a timestamp and the name of `base`, beside it; the newest first."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
-    folders = [folder for folder in base.parent.glob("*/") if pattern.fullmatch(folder.name)]
-    return max((folder for folder in folders if any(folder.glob(file))), default=None)
+    return sorted((folder for folder in base.parent.glob("*/") if pattern.fullmatch(folder.name)), reverse=True)
+
+
+def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | None:
+    """The newest run of that name that has this file, not empty; None if there is none. Prints which it passes over."""
+    for folder in named_folders(Path(root_dir) / name):
+        if any(path.stat().st_size for path in folder.glob(file)):
+            return folder
+        say(f"{folder} is passed over: {file} is missing or empty")
+    return None
 
 
 def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -> Path:
@@ -272,10 +276,9 @@ def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -
     for path in (Path(root_dir) / name, Path(name)):
         if os.path.isfile(path / "config.yaml"):  # False, not an error, if the directory is not readable
             return path
-    newest = newest_run(name, root_dir)
-    if newest is None:
+    run_dir = newest_run(name, root_dir, file) or newest_run(name, root_dir)
+    if run_dir is None:
         raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
-    run_dir = newest_run(name, root_dir, file) or newest
     say(f"{option} {name}: {run_dir} is the newest run of that name that has {file}")
     return run_dir
 
@@ -289,11 +292,7 @@ def read_config(run_dir: Path) -> TrainConfig:
 
 def config_of(text: str, source: str) -> TrainConfig:
     """The config in the text of a config.yaml. Options that are gone from the code are ignored; new ones take their
-    defaults, and are printed.
-
-    Raises:
-        ConfigError: The text is damaged, or lacks an option that is fixed on a resume.
-    """
+    defaults, and are printed. Raises ConfigError if the text is damaged."""
     if CONFIG_END not in text:
         raise ConfigError(f"{source}is damaged, or of an older version of the template: its last line is missing")
     words = words_of_yaml(text, source)
@@ -302,8 +301,6 @@ def config_of(text: str, source: str) -> TrainConfig:
     for name in options_of(TrainConfig):
         if name in words:
             known[name] = words[name]
-        elif name in FIXED_ON_RESUME:
-            raise ConfigError(f"{source}is damaged, or older than the code: it lacks {name}, and a resume must know it")
         elif name not in ("resume", "config_path"):
             new.append(name)
     if new:
@@ -349,6 +346,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
         run_dir = find_run("--resume", name, root_dir)
     if run_dir is None:
         return replace(TrainConfig(), given | {"resume": None})
+    given.pop("root_dir", None)  # was where to look for the run
     if name == "auto":
         given.pop("out_dir", None)  # may be FOLDER/NAME
     return resume(run_dir, given)
@@ -375,7 +373,7 @@ LIBRARY = r'-packages/|/python3\.\d+/|File "<'  # what the path of a library has
 # mistakes in the code, whose traceback is printed, too.
 HINTS = {
     "OutOfMemoryError|MemoryError|can't allocate memory": (
-        "out of memory: try --micro_batch_size {smaller} for the same effective batch size, or a smaller model or batch"
+        "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
     ),
     "finished reduction in the prior iteration": (
         "parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true"
@@ -478,12 +476,9 @@ def own_frames(error: Exception) -> list:
 def advice(error: Exception, config: Any, frame: str = "") -> list:
     """What an exception means, if that is in HINTS; otherwise []. `frame` is the place in the code."""
     text = f"{type(error).__name__}: {error}{frame}"
-    share = getattr(config, "effective_batch_size", 1) // int(os.environ.get("WORLD_SIZE", 1))
-    used = getattr(config, "micro_batch_size", 1) or share
-    smaller = [size for size in range(1, used) if share % size == 0] or [1]
     for pattern, hint in HINTS.items():
         if re.search(pattern, text):
-            return [hint.format(smaller=smaller[-1], timeout=config.timeout)]
+            return [hint.format(timeout=config.timeout)]
     return []
 
 

@@ -30,7 +30,8 @@ class RunError(RuntimeError):
 class MachineConfig:
     """Options of train.py and test.py about where they run."""
 
-    root_dir: str = "."  # Directory that holds the run directories; train.py makes it if missing
+    root_dir: str = "."  # Directory of the run directories: of a new one, which makes it, or where to look for one
+    data_dir: str | None = None  # Directory of the dataset's files; None in test.py: that of the training
     num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
@@ -55,7 +56,6 @@ class TrainConfig(MachineConfig):
     seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
     resume: str | None = None  # Run directory to resume; `auto`: the newest run of this out_dir, or a new one
     config_path: tuple[str, ...] | None = None  # YAML files of options; later files win, the command line wins over all
-    data_dir: str | None = None  # Directory of the dataset's files
 
     dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
     width: int = 32  # Channels of the model's first layer
@@ -103,7 +103,6 @@ class TestConfig(MachineConfig):
 
     out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
-    data_dir: str | None = None  # Directory of the dataset's files; None: that of the training
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     precision: Precision | None = field(default=None, metavar="str")  # As in train.py; None: that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None: as in a validation on one device
@@ -139,8 +138,8 @@ FIXED_ON_RESUME = (
 LENGTH_OPTIONS = ("epochs", "max_steps", "early_stopping_patience")
 PER_HOST_OPTIONS = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
 # Words in the name of a value that tell whether it is best when it is lowest, or highest.
-LOW_IS_BEST = {"loss", "error", "perplexity", "mae", "mse", "rmse", "nll", "wer", "cer", "fid"}
-HIGH_IS_BEST = {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "iou", "dice", "bleu", "r2"}
+LOW_IS_BEST = "loss error perplexity mae mse rmse nll wer cer fid"
+HIGH_IS_BEST = "accuracy acc f1 auroc auc precision recall iou dice bleu r2"
 
 
 def options_of(config: Any, prefix: str = "") -> dict:
@@ -228,8 +227,8 @@ def problems_of_training(config: TrainConfig) -> list:
 def mode_of(monitor: str) -> str | None:
     """Whether the "max" or the "min" of a value is best, by its name; None if the name does not tell."""
     words = set(re.split(r"[^a-z0-9]+", monitor.lower()))
-    is_min = not words.isdisjoint(LOW_IS_BEST)
-    is_max = not words.isdisjoint(HIGH_IS_BEST)
+    is_min = not words.isdisjoint(LOW_IS_BEST.split())
+    is_max = not words.isdisjoint(HIGH_IS_BEST.split())
     if is_min == is_max:
         return None
     return "min" if is_min else "max"

@@ -26,13 +26,14 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cli import as_config_error, to_yaml
+from cli import as_config_error, named_folders, to_yaml
 from config import ConfigError, RunError, TrainConfig
 from launch import ROOT, SHARED, SOURCES, changed_files, differing_rank
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically
 
 FORMAT = 2  # of checkpoints
+TIMESTAMP = "%Y%m%d-%H%M%S"
 PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
 # The commit, and the names of changed files. fsmonitor would be a program that the checkout names. Nothing without git.
 GIT_STATUS = "exec git -c core.fsmonitor=false status --porcelain=v2 --branch"
@@ -40,26 +41,35 @@ GIT_STATUS = "exec git -c core.fsmonitor=false status --porcelain=v2 --branch"
 # ---- checkpoints
 
 
-def load(path: Path, device: str = "cpu", mmap: bool = True) -> dict:
-    """The contents of a file of torch.save. Objects other than tensors and plain values could run code: it raises."""
-    return torch.load(path, device, mmap=mmap, weights_only=True)
+def load(path: Path, location: Any = "cpu") -> dict:
+    """The contents of a file of torch.save. `location` is the map_location of torch.load. Objects other than tensors
+    and plain values could run code: it raises."""
+    return torch.load(path, location, mmap=True, weights_only=True)
 
 
 def load_meta(path: Path) -> dict:
-    """The contents of a file of torch.save, with tensors on the meta device; {} if the file is damaged, or a directory.
-    Raises PermissionError if it may not be read."""
+    """The contents of a file of torch.save, with tensors on the meta device; {} if it is no such file, or a damaged
+    one. Damage within a tensor is not seen. Raises PermissionError if it may not be read."""
     try:
-        is_whole = zipfile.ZipFile(path).testzip() is None
-        return dict(load(path, "meta")) if is_whole else {}
+        return dict(load(path, "meta"))
     except PermissionError:
         raise
-    except Exception:  # IsADirectoryError, BadZipFile, RuntimeError, UnpicklingError, ...
+    except Exception:  # IsADirectoryError, RuntimeError, UnpicklingError, ...
         return {}
 
 
+def is_whole(path: Path) -> bool:
+    """Whether each byte of a file of torch.save is as written, by its checksums. Reads the whole file."""
+    with suppress(Exception):  # BadZipFile, NotImplementedError, OSError, ...
+        return zipfile.ZipFile(path).testzip() is None
+    return False
+
+
 def step_of(path: Path) -> int:
-    """The step of a complete checkpoint; -1 for any other file."""
-    return load_meta(path).get("checkpoint", {}).get("step", -1)
+    """The step of a checkpoint, by what load_meta finds; -1 for any other file."""
+    with suppress(KeyError, TypeError, ValueError):
+        return int(load_meta(path)["checkpoint"]["step"])
+    return -1
 
 
 def regular_checkpoints(run_dir: Path) -> dict:
@@ -304,7 +314,7 @@ class RunDir:
         other = differing_rank(self.fabric, path.stat().st_size if path.exists() else None)
         if other:
             raise ConfigError(f"--resume: {other} does not see {path} as rank 0 does; {SHARED}")
-        saved = load(path, mmap=self.fabric.device.type != "cpu")  # on a CPU, tensors would stay backed by the file
+        saved = load(path, self.place)
         about = saved["checkpoint"]
         if about.get("format") != FORMAT:
             raise ConfigError(f"--resume: {path} is of another version of the template; go on with that version")
@@ -324,7 +334,7 @@ class RunDir:
                 if name in self.optimizers:
                     restore_optimizer(current, saved[name], self.optimizers[name], about["optimizers"][name])
                 else:
-                    self.state[name] = self.restored(current, saved[name])
+                    self.state[name] = self.restored(current, saved[name], about.get("device", "cpu"))
             except Exception as error:
                 raise ConfigError(f"--resume {path}{changed}: {error}") from error
 
@@ -333,7 +343,7 @@ class RunDir:
         self.take_lock()
         damaged = []
         for path in checkpoints_of(self.path):
-            if step_of(path) < 0:
+            if step_of(path) < 0 or not is_whole(path):
                 damaged.append(path)
                 continue
             for other in damaged:
@@ -345,12 +355,17 @@ class RunDir:
             raise RunError(f"no checkpoint in {self.path / 'checkpoints'} can be read; nothing was changed")
         return None
 
-    def restored(self, current: Any, saved: Any) -> Any:
-        """An entry of `state` with the value from a checkpoint."""
+    def place(self, storage, location: str):
+        """The map_location of torch.load: what was on a GPU comes to the device of this process."""
+        copy = storage.clone()  # otherwise it would stay backed by the file
+        return copy if location == "cpu" else copy.to(device=self.fabric.device)
+
+    def restored(self, current: Any, saved: Any, device: str) -> Any:
+        """An entry of `state` with the value from a checkpoint, which was saved by a run on this kind of device."""
         if isinstance(current, Tensor) and isinstance(saved, Tensor):
             current.data = saved.to(current.device)  # in place: the loop may have a reference to it
-        elif not hasattr(current, "state_dict"):
-            return self.fabric.to_device(saved)
+        elif not hasattr(current, "state_dict"):  # beside a GPU, tensors on the CPU stay there
+            return self.fabric.to_device(saved) if device == "cpu" else saved
         elif saved != {}:  # saved without a gradient scaler; GradScaler does not accept it
             current.load_state_dict(saved)
         return current
@@ -375,7 +390,8 @@ class RunDir:
         """Writes config and provenance, and opens the loggers."""
         # model.pt marks a finished run, which this one no longer is. A kill has left *.tmp incomplete.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
-            path.unlink(missing_ok=True)
+            if path.is_file():
+                path.unlink()
         with atomically(self.path / "config.yaml") as file:
             file.write(self.config_text)
         for name in ("checkpoints", "logs", "provenance"):
@@ -391,17 +407,21 @@ class RunDir:
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
 
     def make_directory(self) -> Path:
-        """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. If the name is taken, waits for the next second."""
+        """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this
+        out_dir, also if the clock was set back: `--resume auto` takes the latest."""
         base = Path(self.config.root_dir) / self.config.out_dir
         with as_config_error(self.config, "root_dir", "out_dir"):
             base.parent.mkdir(parents=True, exist_ok=True)
+            seconds = time.time()
+            for newest in named_folders(base)[:1]:
+                seconds = max(seconds, time.mktime(time.strptime(newest.name[:15], TIMESTAMP)))
             while True:
-                self.path = base.with_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{base.name}")
+                self.path = base.with_name(f"{time.strftime(TIMESTAMP, time.localtime(seconds))}-{base.name}")
                 with suppress(FileExistsError):
                     self.path.mkdir()
                     self.take_lock()
                     return self.path
-                time.sleep(0.1)
+                seconds += 1
 
     # ---- now and then
 
@@ -446,6 +466,7 @@ class RunDir:
         saved["checkpoint"] = {
             "format": FORMAT,
             "step": step,
+            "device": self.fabric.device.type,
             "config": self.config_text,
             "code": SOURCES,
             "entries": entries_of(self.state),

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from data import Loader, build_datasets, eval_batches
 from launch import build_fabric, changed_files, first_process_alone, launch
 from loggers import scalars_of
-from rundir import checkpoints_of, load, load_meta
+from rundir import checkpoints_of, is_whole, load, load_meta
 from train import build_metrics, build_model, validate
 from utils import atomically
 
@@ -119,7 +119,7 @@ def main(config: TestConfig) -> int:
     run_dir = Path(config.out_dir)
     path = find_checkpoint(run_dir, config.checkpoint)
     contents = load_meta(path)
-    if not contents:
+    if not (contents and is_whole(path)):
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; another checkpoint may do")
     about = contents.get("checkpoint", {})  # model.pt has the weights alone
     if "config" in about:

@@ -159,10 +159,8 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str]):
         ConfigError: There is no value of the name `monitor`.
     """
     scalars = as_scalars(values)
-    if "loss" not in values:
-        raise RunError("compute_loss: must return, first, a dict of means with one named `loss`")
-    if not getattr(values["loss"], "requires_grad", False):
-        raise RunError("compute_loss: `loss` has no gradient: was it detached, or is the whole model frozen?")
+    if not getattr(values.get("loss"), "requires_grad", False):
+        raise RunError("compute_loss: no `loss` with a gradient: was it detached, or is the whole model frozen?")
     loss = scalars["loss"].clone()
     if dist.is_initialized():
         dist.all_reduce(loss)
@@ -213,7 +211,8 @@ class Means:
                 kept[:] = [self.total(kept)]
 
     def total(self, values: list[Tensor]) -> Tensor:
-        return torch.stack(values).to(self.fabric.device, self.dtype).sum()
+        on_device = [value.to(self.fabric.device) for value in values]  # a number that compute_loss returned is not
+        return torch.stack(on_device).to(self.dtype).sum()
 
     def take(self, results: dict, prefix: str = "") -> dict:
         """The means by name, and other results, such as those of metrics, with one wait for the device. A scalar result
@@ -258,9 +257,9 @@ class Means:
 
 
 def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
-    """In 32-true, where Fabric converts nothing, makes the loop call the module and the optimizer without its wrappers.
-    Of a small step of 230 µs this saves 25 µs in the forward pass, 1 in the step and 6 in zero_grad; and 200 µs of a
-    validation, which calls eval and train."""
+    """In 32-true, where Fabric converts nothing, makes the loop call the module without Fabric's wrapper, and replaces
+    zero_grad by its plain loop. Of a small step of 230 µs this saves 25 µs in the forward pass and 6 in zero_grad; and
+    200 µs of a validation, which calls eval and train."""
     if fabric.strategy.precision.precision != "32-true":
         return
 
@@ -280,7 +279,6 @@ def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
     # set them on the user's module, too.
     object.__setattr__(model, "forward", model._forward_module)
     object.__setattr__(model, "train", train)
-    optimizer.step = optimizer.optimizer.step
     optimizer.zero_grad = zero_grad
 
 

@@ -143,13 +143,6 @@ def test_limit_is_a_count_or_a_fraction(text: str, value: int | float):
         assert type(config.limit_train_batches) is type(value)
 
 
-@pytest.mark.parametrize("text, value", [("1e3", 1000), ("5E2", 500), ("1000", 1000)])
-def test_a_count_may_be_a_power_of_ten(text: str, value: int):
-    for config in (train(f"--max_steps {text} --width {text}"), of_file(f"max_steps: {text}\nwidth: {text}")):
-        assert (config.max_steps, config.width) == (value, value)
-        assert type(config.max_steps) is type(config.width) is int
-
-
 def test_several_loggers():
     for text in ("csv wandb", "[csv, wandb]"):
         found = of_file(f"logger_name: {text}") if "[" in text else train(f"--logger_name {text}")
@@ -309,12 +302,16 @@ def make_run(name: str, is_finished: bool = False, **config) -> None:
         (folder / "model.pt").touch()
 
 
-def test_resume_auto_without_runs_starts_a_new_one():
-    Path("20260101-000000-train_out").mkdir()  # without a config.yaml it is no run
+def test_resume_auto_without_runs_starts_a_new_one(capsys):
+    Path("20260101-000000-train_out").mkdir()  # without a config.yaml it is no run, nor with an empty one
+    Path("20260102-000000-train_out").mkdir()
+    Path("20260102-000000-train_out/config.yaml").touch()
     make_run("20260101-000000-other")
     make_run("20260101-000000-train_out-1")
     make_run("x-20260101-000000-train_out")
     assert train("--resume auto") == TrainConfig()
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"2026010{day}-000000-train_out is passed over: config.yaml is missing or empty" for day in (2, 1)]
 
 
 def test_resume_auto_takes_the_newest_run_of_the_name():
@@ -325,6 +322,13 @@ def test_resume_auto_takes_the_newest_run_of_the_name():
     assert train("--resume auto --out_dir other").resume == "20260106-000000-other"
     assert train("--resume auto --root_dir root").resume == "root/20260107-000000-train_out"
     assert train("--resume auto --out_dir root/train_out").resume == "root/20260107-000000-train_out"
+
+
+def test_root_dir_tells_where_the_run_to_resume_is_and_changes_nothing(capsys):
+    make_run("root/20260107-000000-train_out")
+    for resume in ("auto", "train_out", "20260107-000000-train_out"):
+        assert train(f"--resume {resume} --root_dir root").root_dir == "."  # as it was trained
+    assert "instead of" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("resume", ["auto", "train_out", "20260102-000000-train_out"])

@@ -335,14 +335,17 @@ def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
     run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
 
 
-def test_out_of_memory_names_a_smaller_micro_batch_size(tmp_path):
+def test_out_of_memory_names_the_option_that_helps(tmp_path):
     process = start("train.py --accelerator cpu --effective_batch_size 1200 --width 512", tmp_path)
     assert any("steps = " in line for line in process.stdout)  # the last line before the first step
     size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.prlimit(process.pid, resource.RLIMIT_AS, (size + 2**28, size + 2**28))
     _, error = process.communicate(timeout=300)
     assert process.returncode == 1, error
-    assert "out of memory: try --micro_batch_size 600 for the same" in error.strip().splitlines()[-1]
+    assert (
+        "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size"
+        in error.strip().splitlines()[-1]
+    )
 
 
 # ---- signals

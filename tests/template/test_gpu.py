@@ -138,11 +138,35 @@ def test_a_run_of_another_gpu_goes_on_and_is_evaluated(tmp_path):
 
 
 def test_tensors_within_lists_are_restored_where_they_were_and_weights_keep_their_version(tmp_path):
-    program = insert_before(tmp_path / "program", "state", '"queue": [torch.ones(3, device=fabric.device)],')
+    queue = '"queue": [torch.ones(3, device=fabric.device)], "counts": [{"cpu": torch.zeros(3)}],'
+    program = insert_before(tmp_path / "program", "state", queue)
     insert_after(program, "step is done", 'state["queue"][0] += values["loss"].detach()')
+    insert_after(program, "step is done", 'state["counts"][0]["cpu"] += torch.ones(3)')
     run(f"{program}/{SHORT}", tmp_path)
     run(f"{program}/train.py --resume auto --epochs 3", tmp_path)
+    assert checkpoint(run_dir(tmp_path), "step-00000024")["counts"][0]["cpu"].tolist() == [24, 24, 24]
     assert checkpoint(run_dir(tmp_path), "step-00000024")["model"]._metadata[""] == {"version": 1}
+
+
+def test_nothing_is_backed_by_the_checkpoint_after_a_resume(tmp_path):
+    """An optimizer that is not fused keeps its counts of steps on the CPU, as they were loaded."""
+    program = replace(
+        tmp_path / "program", "optimizer", "torch.optim.AdamW(model.parameters(), weight_decay=0, foreach=True)"
+    )
+    run(f"{program}/{SHORT}", tmp_path)
+    insert_before(program, "loop begins", 'print(open("/proc/self/maps").read())')
+    maps = run(f"{program}/train.py --resume auto --epochs 3", tmp_path).stdout
+    assert "libtorch" in maps and ".ckpt" not in re.sub("resumed from .*", "", maps)
+
+
+def test_numbers_and_tensors_of_the_cpu_beside_the_loss_are_logged(tmp_path):
+    values = '{"loss": F.cross_entropy(logits, targets), "beta": 0.5, "gamma": torch.tensor(0.25)}'
+    program = replace(tmp_path / "program", "values", values)
+    run(f"{program}/{SHORT} --max_steps 5 --log_interval 4", tmp_path)
+    run(f"{program}/train.py --resume auto --max_steps 8", tmp_path)
+    for row in rows(run_dir(tmp_path)):
+        assert float(row["train/beta"]) == float(row["val/beta"] or 0.5) == 0.5
+        assert float(row["train/gamma"]) == 0.25
 
 
 def test_the_gradient_scaler_of_16_mixed_grows_and_is_restored(tmp_path):

@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import time
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -42,9 +41,12 @@ from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
+import rundir
+import train
+from cli import parse_train
 from config import TrainConfig
 from loggers import Console
-from rundir import RunDir
+from rundir import RunDir, is_whole
 
 # ---- interrupted and resumed
 
@@ -269,6 +271,37 @@ def test_a_damaged_checkpoint_is_named_and_put_aside_and_the_one_before_is_taken
     assert_same_best(cwd, whole)
 
 
+def test_odd_things_in_a_run_directory_do_not_stop_a_resume(whole, killed, tmp_path):
+    """A folder with the name of a temporary file, and a best.ckpt whose step is a text."""
+    cwd = copied(killed, tmp_path)
+    (run_dir(cwd) / "notes.tmp").mkdir()
+    best = run_dir(cwd) / "checkpoints" / "best.ckpt"
+    forged = torch.load(best, weights_only=True)
+    forged["checkpoint"]["step"] = "many"
+    best.unlink()  # it may be a link to a regular checkpoint
+    torch.save(forged, best)
+    call("train.py --resume auto", cwd)
+    assert_same_run(cwd, whole)
+    assert (run_dir(cwd) / "notes.tmp").is_dir()
+
+
+def test_a_resume_reads_one_checkpoint_as_a_whole_and_none_at_the_end(killed, tmp_path, monkeypatch):
+    """best.ckpt and the newest checkpoint may be one file of many gigabytes."""
+    monkeypatch.chdir(copied(killed, tmp_path))
+    read = []
+    monkeypatch.setattr(rundir, "is_whole", lambda path: read.append(path) or is_whole(path))
+    train.main(parse_train(["--resume", "auto"]))
+    assert len(read) == 1
+
+
+def test_after_a_resume_nothing_is_backed_by_the_checkpoint(killed, tmp_path):
+    """Otherwise the blocks of a deleted checkpoint would stay taken."""
+    cwd = copied(killed, tmp_path)
+    program = insert_before(tmp_path / "program", "loop begins", 'print(open("/proc/self/maps").read())')
+    maps = call(f"{program}/train.py --resume auto", cwd).stdout
+    assert "libtorch_cpu" in maps and ".ckpt" not in re.sub("resumed from .*", "", maps)
+
+
 def truncate_all(folder: Path) -> None:
     for path in folder.iterdir():
         truncate(path)
@@ -297,17 +330,16 @@ def test_every_checkpoint_loads_as_plain_values(whole, killed):
 # ---- run directories
 
 
-def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path):
-    """All names of the next seconds are taken, so both wait for the same second, and one of them longer."""
-    taken = [tmp_path / time.strftime("%Y%m%d-%H%M%S-twin", time.localtime(time.time() + s)) for s in range(20)]
-    for path in taken:
-        path.mkdir()
+def test_a_new_run_is_later_by_name_than_all_others_of_its_name(tmp_path):
+    """Also after the clock was set back, and two runs of the same second: `--resume auto` takes the latest."""
+    latest = tmp_path / "20991231-235959-twin"
+    latest.mkdir()
+    (tmp_path / "29991231-235959-other").mkdir()
     twins = [start(f"train.py {SMALL} --max_steps 1 --out_dir twin", tmp_path) for _ in range(2)]
     for twin in twins:
         assert (twin.communicate(timeout=300), twin.returncode)[1] == 0
-    made = [path for path in tmp_path.iterdir() if path not in taken]
-    assert len(made) == 2
-    for path in made:
-        assert re.fullmatch(r"\d{8}-\d{6}-twin", path.name)
-        assert (path / "model.pt").is_file()
-    assert not any(any(path.iterdir()) for path in taken)
+    assert [path.parent.name for path in sorted(tmp_path.glob("*/model.pt"))] == [
+        "21000101-000000-twin",
+        "21000101-000001-twin",
+    ]
+    assert not any(latest.iterdir())
