@@ -12,240 +12,205 @@ stands behind `--`, is given to every run.
     seed: [1, 2, 3]             # no choice: each point is trained with each seed, and its value is the mean
 
 Lists alone make a grid. With a range, `--trials` points are drawn, by Optuna's TPE (Bergstra et al. 2011) or at random.
-The study is the file NAME.journal: the same command, given several times or on machines that share the directory, works
-on one study, and goes on with one that was interrupted, in the middle of its runs. Ctrl-C lets all runs save and stop.
-Needs `pip install optuna==5.0.0`; the file is read by optuna-dashboard, too.
+An option named `fold` is averaged like `seed`; `--average` names others.
+
+The same command, given several times or on machines that share the directory, works on one study. Ctrl-C lets all runs
+save and stop; the same command goes on with them. It goes on as well with a run that was stopped, killed or failed, for
+whatever reason, and waits for the runs that outlived a sweep that was killed. Each command tries a run once.
+
+NAME.sweep/ has the journal of the study, the output of each run in logs/, and locks/. A trial whose run failed stays
+open: state RUNNING in the journal, which optuna-dashboard reads. Needs `pip install optuna==5.0.0`.
 """
 
 import argparse
 import csv
 import fcntl
+import glob
 import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
-from cli import newest_run  # noqa: E402 - they import no torch
-from config import ConfigError, TrainConfig, mode_of, options_of  # noqa: E402
+import cli  # noqa: E402 - they import no torch
+from config import ConfigError, TrainConfig, mode_of, options_of, problem_of_value  # noqa: E402
 
 try:
     import optuna
-    from filelock import FileLock
     from optuna.storages.journal import JournalFileBackend
-    from optuna.trial import TrialState
+    from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
 except ImportError as error:
     sys.exit(f"sweep.py: error: {error}: pip install optuna==5.0.0")
 
-TYPES = {name: option.type for name, option in options_of(TrainConfig).items()}
+OPTIONS = options_of(TrainConfig)
+OWN = ("out_dir", "root_dir", "resume", "config_path", "fast_run")  # options that a run gets from here, or not at all
+MISTAKE = 2  # the exit code of a run with a mistake in its options
 PREEMPTED = 75  # the exit code of a run that was asked to stop and has saved
+STARTUP = 4  # trials that are not pruned, since there is too little to compare them with
 
 
-class Sweep:
-    """A study, its search space, and how one of its points is trained."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.folder = args, Path(args.root_dir)
-        self.name = args.study or (Path(args.files[0]).stem if len(args.files) == 1 else "sweep")
-        self.fixed, self.space = read(args.files[0]) if len(args.files) == 1 else ({}, {})
-        if not self.space:  # no search, but configs
-            self.fixed, self.space = {}, {"config_path": args.files}
-        self.seeds = self.space.pop("seed", [None])
-        if isinstance(self.seeds, dict):
-            raise ConfigError("seed: give a list; a point is trained with each of them")
-        self.is_grid = not any(isinstance(choice, dict) for choice in self.space.values())
-        self.stopping = threading.Event()
-        given = (read(args.shared)[0] if args.shared else {}) | self.fixed
-        given |= dict(re.findall(r"--([\w.]+)[= ](\S+)", " ".join(args.options)))
-        monitor = given.get("monitor") or TrainConfig.monitor
-        mode = given.get("monitor_mode") or mode_of(monitor)
-        if mode is None:
-            raise ConfigError(f"--monitor {monitor}: its name does not tell if higher is better, give --monitor_mode")
-        self.monitor = monitor
-        self.open(mode)
-
-    def open(self, mode: str) -> None:
-        """Opens the study, or makes it; the points of a grid wait in it from the start."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.locks = self.folder / f"{self.name}.locks"
-        self.locks.mkdir(exist_ok=True)
-        self.lock = FileLock(self.locks / "study")  # over what must not happen twice; Optuna's own is NAME.journal.lock
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.folder / f"{self.name}.journal")))
-        random = optuna.samplers.RandomSampler()
-        sampler = random if self.args.sampler == "random" else optuna.samplers.TPESampler(constant_liar=True)
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if self.args.prune else optuna.pruners.NopPruner()
-        with self.lock:
-            self.study = optuna.create_study(
-                storage=storage, study_name=self.name, direction=f"{mode}imize", sampler=sampler, pruner=pruner,
-                load_if_exists=True,
-            )  # fmt: skip
-            asked = json.dumps([self.space, self.seeds, self.fixed, self.args.options, mode], sort_keys=True)
-            if "asked" not in self.study.user_attrs:
-                self.study.set_user_attr("asked", asked)
-                for point in itertools.product(*self.space.values()) if self.is_grid else ():
-                    self.study.enqueue_trial(dict(zip(self.space, point, strict=True)))
-            if self.study.user_attrs["asked"] != asked:
-                raise ConfigError(f"{self.name}.journal is of another search: give another --study")
-
-    def lock_of(self, number: int):
-        """The file of a trial, locked; None where somebody has locked it. The run inherits the lock, and keeps it where
-        the sweep is killed."""
-        file = open(self.locks / str(number), "w")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        return file
-
-    def take_over(self) -> bool:
-        """Lets trials that a sweep has left alone wait again. Returns whether others are still training."""
-        is_busy = False
-        for trial in self.study.get_trials(states=[TrialState.RUNNING]):
-            file = self.lock_of(trial.number)
-            if file is None:
-                is_busy = True
-                continue
-            self.study.enqueue_trial(trial.system_attrs.get("fixed_params") or trial.params)
-            optuna.trial.Trial(self.study, trial._trial_id).set_user_attr("is_left", True)
-            self.study.tell(trial.number, state=TrialState.FAIL)
-            file.close()
-        return is_busy
-
-    def work(self, device: str | None) -> None:
-        """Trains points on a device, one after the other, until the study is done."""
-        while not self.stopping.is_set():
-            with self.lock:
-                is_busy = self.take_over()
-                trials = self.study.get_trials(deepcopy=False)
-                begun = sum("is_left" not in trial.user_attrs for trial in trials)
-                is_waiting = any(trial.state == TrialState.WAITING for trial in trials)
-                trial = None
-                if is_waiting or (not self.is_grid and begun < self.args.trials):
-                    trial = self.study.ask()
-                    point = {name: suggest(trial, name, choice) for name, choice in self.space.items()}
-                    file = self.lock_of(trial.number)
-            if trial:
-                with file:
-                    self.train(trial, point, device, file)
-            elif is_busy:
-                time.sleep(1)  # for what the others may leave
-            else:
-                return
-
-    def train(self, trial: optuna.Trial, point: dict, device: str | None, file) -> None:
-        """Trains a point with each seed, and tells the study the mean of their best values."""
-        bests = []
-        for seed in self.seeds:
-            options = self.fixed | point | ({} if seed is None else {"seed": seed})
-            if self.args.shared:
-                options["config_path"] = [self.args.shared, *filter(None, [point.get("config_path")])]
-            name = self.name_of(point, seed)
-            code = self.run(name, options, device, file, trial if self.args.prune and not bests else None)
-            if self.stopping.is_set():
-                return
-            if code == PREEMPTED and self.args.prune:
-                print(f"trial {trial.number}: pruned, with {point}", flush=True)
-                self.study.tell(trial, state=TrialState.PRUNED)
-                return
-            run_dir = newest_run(name, str(self.folder))
-            try:
-                best = json.loads((run_dir / "summary.json").read_text())["best"] if code == 0 else None
-            except (OSError, ValueError, KeyError, TypeError):  # damaged
-                best = None
-            if best is None:
-                print(f"trial {trial.number}: failed with code {code}, see {self.folder / name}.log", flush=True)
-                self.study.tell(trial, state=TrialState.FAIL)
-                return
-            bests.append(best)
-        value = sum(bests) / len(bests)
-        self.study.tell(trial, value)
-        best = self.study.best_trial
-        print(f"trial {trial.number}: {value:.5g} with {point}; best {best.value:.5g} of {best.number}", flush=True)
-
-    def run(self, name: str, options: dict, device: str | None, file, prunable: optuna.Trial | None) -> int:
-        """Runs train.py, its output in a file; a trial to be pruned is told what it monitors. Returns its exit code."""
-        args = [arg for option, value in options.items() for arg in as_args(option, value)]
-        command = [sys.executable, REPO / "train.py", *args, *self.args.options, "--out_dir", name]
-        environment = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.args.jobs)))
-        with open(self.folder / f"{name}.log", "a") as log:
-            process = subprocess.Popen(  # in a session of its own: Ctrl-C reaches it once, from here
-                [*command, "--root_dir", self.folder, "--resume", "auto"],
-                env=environment, stdout=log, stderr=log, start_new_session=True, pass_fds=[file.fileno()],
-            )  # fmt: skip
-        reported, is_told = 0, False
-        while process.poll() is None:
-            time.sleep(0.2)
-            if prunable:
-                reported = self.report(prunable, newest_run(name, str(self.folder)), reported)
-            if not is_told and (self.stopping.is_set() or (prunable and prunable.should_prune())):
-                process.send_signal(signal.SIGTERM)
-                is_told = True
-        return process.returncode
-
-    def report(self, trial: optuna.Trial, run_dir: Path | None, reported: int) -> int:
-        """Reports the monitored values of the steps after `reported`. Returns the last of them."""
-        path = run_dir / "logs" / "csv" / "metrics.csv" if run_dir else None
-        if path and path.is_file():
-            with open(path, newline="") as file:
-                for row in csv.DictReader(file):
-                    if row.get(self.monitor) and int(row["step"]) > reported:
-                        reported = int(row["step"])
-                        trial.report(float(row[self.monitor]), reported)
-        return reported
-
-    def name_of(self, point: dict, seed: int | None) -> str:
-        """The out_dir of a run: the study, and what differs. The same point has the same name."""
-        shown = {name: Path(value).stem if name == "config_path" else value for name, value in point.items()}
-        shown |= {} if seed is None else {"seed": seed}
-        parts = [
-            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in shown.items()
-        ]
-        if not self.is_grid:  # digits were cut
-            parts.append(f"{zlib.crc32(repr(sorted(point.items())).encode()):08x}")
-        return re.sub(r"[^\w.=+-]", "_", "-".join([self.name, *parts]))
+# ---- what is asked for
 
 
-def read(file: str) -> tuple[dict, dict]:
-    """The options of a YAML file that are the same for all runs, and the lists and ranges. Raises ConfigError."""
+@dataclass(frozen=True)
+class Search:
+    """What to train: the points of a space, each with all combinations of what is averaged."""
+
+    name: str
+    space: dict  # lists of choices and ranges, by option
+    averaged: dict  # lists of values, by option
+    fixed: dict  # options of all runs
+    shared: str | None  # a config file of all runs
+    options: list[str]  # of all runs, as they stand behind `--`
+    differing: set[str]  # options that are not the same in all runs
+    monitor: str
+    mode: str
+
+    @property
+    def is_grid(self) -> bool:
+        return not any(isinstance(choice, dict) for choice in self.space.values())
+
+    def points(self) -> list[dict]:
+        """All points of a grid."""
+        return [dict(zip(self.space, values, strict=True)) for values in itertools.product(*self.space.values())]
+
+    def runs_of(self, point: dict) -> dict[str, dict]:
+        """The options of the runs of a point, by out_dir: the name of the study, and what differs."""
+        runs = {}
+        for values in itertools.product(*self.averaged.values()):
+            own = point | dict(zip(self.averaged, values, strict=True))
+            parts = [self.name]
+            for name, value in own.items():
+                shown = Path(value).stem if name == "config_path" else value
+                if isinstance(shown, float) and not self.is_grid:
+                    shown = f"{shown:.4g}"
+                parts.append(f"{name}={shown}")
+            if not self.is_grid:  # the other digits
+                parts.append(f"{zlib.crc32(repr(sorted(point.items())).encode()):08x}")
+            options = self.fixed | own
+            if self.shared:
+                options["config_path"] = [self.shared, *filter(None, [point.get("config_path")])]
+            runs[re.sub(r"[^\w.=+-]", "_", "-".join(parts))] = options
+        return runs
+
+
+def read_search(args: argparse.Namespace) -> Search:
+    """The search of a command line. Raises ConfigError for a mistake that can be seen before the first run."""
+    given = parsed(cli.words_of(args.options), "")
+    shared = read_config(args.shared) if args.shared else {}
+    file = args.files[0]
+    content = read_file(file) if len(args.files) == 1 else {}
+    space = {option: value for option, value in content.items() if is_choice(option, value)}
+    fixed = {option: value for option, value in content.items() if option not in space}
+    is_search = len(space) > 0
+    for option in (*given, *(content if is_search else ())):
+        if option in OWN:
+            raise ConfigError(f"--{option}: cannot be given to the runs; for a config file of all runs give --shared")
+        if option in given and option in space:
+            raise ConfigError(f"--{option}: is searched, and given behind `--`")
+    if is_search:
+        check_space(file, space)
+        check_values(file, fixed)
+        differing = set(space)
+        runs = [shared | fixed | given]
+    else:
+        configs = [read_config(file) for file in args.files]
+        if len({Path(file).stem for file in args.files}) < len(args.files):
+            raise ConfigError("two config files have the same name, so their runs would have the same")
+        space = {"config_path": args.files}
+        fixed = {}
+        differing = {option for config in configs for option in config}
+        runs = [shared | config | given for config in configs]
+
+    averaged = {option: space.pop(option) for option in args.average if option in space}
+    for option, values in averaged.items():
+        if isinstance(values, dict):
+            raise ConfigError(f"{option}: give a list; a point is trained with each of them")
+    monitor, mode = monitored(runs, space)
+    search = Search(
+        name=args.study or (Path(file).stem if len(args.files) == 1 else "sweep"),
+        space=space,
+        averaged=averaged,
+        fixed=fixed,
+        shared=args.shared,
+        options=args.options,
+        differing=differing,
+        monitor=monitor,
+        mode=mode,
+    )
+    if args.prune:
+        check_prunable(len(search.points()) if search.is_grid else args.trials, runs)
+    return search
+
+
+def monitored(runs: list[dict], space: dict) -> tuple[str, str]:
+    """The monitored value of all runs, by which they are compared, and its mode. Raises ConfigError."""
+    found = {(run.get("monitor", TrainConfig.monitor), run.get("monitor_mode")) for run in runs}
+    if len(found) > 1 or "monitor" in space or "monitor_mode" in space:
+        raise ConfigError("monitor and monitor_mode must be the same in all runs")
+    ((monitor, mode),) = found
+    mode = mode or mode_of(monitor)
+    if mode is None:
+        raise ConfigError(f"--monitor {monitor}: its name does not tell if higher is better, give --monitor_mode")
+    return monitor, mode
+
+
+def check_prunable(trials: int, runs: list[dict]):
+    """Raises ConfigError where --prune could not stop any run."""
+    if trials <= STARTUP:
+        raise ConfigError(f"--prune: cannot stop any of {trials} trials, since the first {STARTUP} are never stopped")
+    if any("csv" not in run.get("logger_name", TrainConfig.logger_name) for run in runs):
+        raise ConfigError("--prune: cannot see the values without metrics.csv; add csv to --logger_name")
+
+
+def parsed(words: dict, source: str) -> dict:
+    """The values of options. Raises ConfigError for one that its option does not take, whatever the others are."""
+    values = cli.parse(TrainConfig, words, source)
+    for name, value in values.items():
+        problem = problem_of_value(name, OPTIONS[name], value)
+        if problem:
+            raise ConfigError(source + problem)
+    return values
+
+
+def read_file(file: str) -> dict:
+    """The options in a YAML file. Those of nested dataclasses get names with a dot. Raises ConfigError."""
+    source = f"{file}: "
+    text = cli.read_text(Path(file), source)
     try:
-        content = yaml.safe_load(Path(file).read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from None
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected lines of `option: value`")
-    space = {}
+        raise ConfigError(f"{source}expected lines of `option: value`")
     content = flat(content)
-    for name, value in content.items():
-        if name not in TYPES:
-            raise ConfigError(f"{file}: unknown option {name!r}")
-        is_value = "tuple" in str(TYPES[name]) and isinstance(value, list) and not isinstance(value[0], list)
-        if isinstance(value, (dict, list)) and not is_value:
-            space[name] = value
-        if isinstance(value, dict):
-            try:
-                value |= {key: float(value[key]) for key in ("low", "high")}
-                ok = value["low"] < value["high"] and not value.keys() - {"low", "high", "log", "step"}
-            except (KeyError, TypeError, ValueError):
-                ok = False
-            if not ok:
-                raise ConfigError(f"{file}: {name}: a range is {{low: 1, high: 2}}, with log: true or step: 1")
-        elif value == []:
-            raise ConfigError(f"{file}: {name}: the list is empty")
-    return {name: value for name, value in content.items() if name not in space}, space
+    for name in content:
+        if name not in OPTIONS:
+            raise ConfigError(source + cli.unknown_option(str(name), OPTIONS))
+    return content
+
+
+def read_config(file: str) -> dict:
+    """The options of a config file of train.py, with the types of their fields. Raises ConfigError."""
+    source = f"{file}: "
+    return parsed(cli.words_of_yaml(cli.read_text(Path(file), source), source), source)
 
 
 def flat(content: dict, prefix: str = "") -> dict:
@@ -253,20 +218,403 @@ def flat(content: dict, prefix: str = "") -> dict:
     found = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and any(option.startswith(f"{name}.") for option in TYPES):
+        if isinstance(value, dict) and any(option.startswith(f"{name}.") for option in OPTIONS):
             found |= flat(value, f"{name}.")
         else:
             found[name] = value
     return found
 
 
-def suggest(trial: optuna.Trial, name: str, choice: list | dict):
-    """A value of a list or a range."""
+def is_choice(name: str, value) -> bool:
+    """Whether a value in the file is a range or a list of values, and not one value of an option that takes several, as
+    `logger_name: [csv, wandb]` is."""
+    takes_several = "tuple" in str(OPTIONS[name].type)
+    if isinstance(value, list) and takes_several:
+        return any(isinstance(item, list) for item in value)
+    return isinstance(value, (list, dict))
+
+
+def check_space(file: str, space: dict):
+    """Raises ConfigError for a list or a range that is not one."""
+    for name, choice in space.items():
+        if choice == []:
+            raise ConfigError(f"{file}: {name}: the list is empty")
+        if isinstance(choice, list):
+            for value in choice:
+                check_values(file, {name: value})
+            continue
+        number = float if "float" in str(OPTIONS[name].type) else int
+        try:
+            choice |= {key: number(float(choice[key])) for key in ("low", "high")}
+            is_range = choice["low"] < choice["high"] and not choice.keys() - {"low", "high", "log", "step"}
+        except (KeyError, TypeError, ValueError):
+            is_range = False
+        if not is_range:
+            raise ConfigError(f"{file}: {name}: a range is {{low: 1, high: 2}}, with log: true or step: 1")
+        check_values(file, {name: choice["low"]})
+        check_values(file, {name: choice["high"]})
+        try:
+            suggest(FixedTrial({name: choice["low"]}), name, choice)
+        except ValueError as error:  # such as a logarithm of 0
+            raise ConfigError(f"{file}: {name}: {error}") from None
+
+
+def check_values(file: str, values: dict):
+    """Raises ConfigError for a value of the file that its option does not take."""
+    words = {}
+    for name, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        words[name] = [str(item) for item in items]
+    parsed(words, f"{file}: ")
+
+
+def suggest(trial, name: str, choice: list | dict):
+    """A value of a list or a range: drawn, waiting in the trial, or what the trial already has."""
     if isinstance(choice, list):
         return trial.suggest_categorical(name, choice)
-    if "float" not in str(TYPES[name]):
-        return trial.suggest_int(name, **{key: int(value) for key, value in choice.items()})
-    return trial.suggest_float(name, **choice)
+    if "float" in str(OPTIONS[name].type):
+        return trial.suggest_float(name, **choice)
+    return trial.suggest_int(name, **choice)
+
+
+# ---- locks: they are of the open file, so they end with the last process that has it open, however that ends
+
+
+def take(path: Path) -> TextIO | None:
+    """The file, locked until it is closed; None if another process or thread has locked it."""
+    file = open(path, "a+")  # noqa: SIM115 - closed by the caller
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[TextIO]:
+    """The file, locked. Waits for the lock."""
+    with open(path, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+class JournalLock:
+    """The lock over each line of the journal. Optuna's own would stay for 30 seconds after a kill. It also removes a
+    last line that a full disk has cut: the next would be joined to it, and the journal could not be read any more."""
+
+    def __init__(self, journal: Path, path: Path):
+        self.journal = journal
+        self.path = path
+        self.stack = ExitStack()
+
+    def acquire(self) -> bool:
+        self.stack.enter_context(locked(self.path))
+        content = self.journal.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(self.journal, content.rfind(b"\n") + 1)
+        return True
+
+    def release(self):
+        self.stack.close()
+
+
+# ---- the study
+
+
+class Sweep:
+    """A study: which trial is next, and how its runs are started, watched, taken over and stopped.
+
+    A trial has two locks. The owner's is held by the sweep that looks after it. That of the run is inherited by the
+    process of the run: it tells that the run goes on, also when its sweep was killed.
+    """
+
+    def __init__(self, search: Search, args: argparse.Namespace):
+        """Opens the study, or makes it; the points of a grid wait in it from the start. Raises ConfigError."""
+        self.search = search
+        self.args = args
+        self.root = Path(args.root_dir)
+        self.folder = self.root / f"{search.name}.sweep"
+        self.locks = self.folder / "locks"
+        self.logs = self.folder / "logs"
+        self.devices = devices(args.jobs)
+        self.stopping = threading.Event()
+        self.mistake = ""  # in the options of all runs
+        self.error = ""  # of the system
+        self.tried: set[int] = set()  # trials that this command has trained
+        self.locks.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        journal = self.folder / "journal"
+        backend = JournalFileBackend(str(journal), JournalLock(journal, self.locks / "journal"))
+        sampler = optuna.samplers.TPESampler(constant_liar=True)
+        pruner = optuna.pruners.NopPruner()
+        if args.sampler == "random":
+            sampler = optuna.samplers.RandomSampler()
+        if args.prune:
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP)
+        study = {
+            "study_name": search.name,
+            "storage": optuna.storages.JournalStorage(backend),
+            "direction": f"{search.mode}imize",
+            "sampler": sampler,
+            "pruner": pruner,
+            "load_if_exists": True,
+        }
+        asked = [search.space, search.averaged, search.fixed, search.shared, search.options, search.mode]
+        asked = json.dumps(asked, sort_keys=True)
+        with locked(self.locks / "study"):
+            self.study = optuna.create_study(**study)
+            if self.study.user_attrs.get("asked", asked) != asked:
+                if self.has_begun():
+                    raise ConfigError(f"{self.folder} is of another search: give another --study")
+                optuna.delete_study(study_name=search.name, storage=study["storage"])
+                self.study = optuna.create_study(**study)
+            if "asked" not in self.study.user_attrs:
+                for point in search.points() if search.is_grid else ():
+                    self.study.enqueue_trial(point, skip_if_exists=True)
+                self.study.set_user_attr("asked", asked)  # last: a kill before it leaves a part of the points
+
+    def has_begun(self) -> bool:
+        """Whether there is a run of this study, or another process works on it."""
+        unowned = list(self.unowned())
+        for _, owner in unowned:
+            owner.close()
+        runs = self.root.glob(f"*-{glob.escape(self.search.name)}-*/config.yaml")
+        return len(unowned) < len(self.open_trials()) or any(runs)
+
+    # ---- which trial is next
+
+    def open_trials(self) -> list[FrozenTrial]:
+        """Trials that were begun and have no result: they are being trained, were left alone, or have failed."""
+        return self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+
+    def unowned(self) -> Iterator[tuple[FrozenTrial, TextIO]]:
+        """The open trials that nobody looks after, each with the owner's lock, which the caller has to close."""
+        for trial in self.open_trials():
+            owner = take(self.locks / f"{trial.number}.owner")
+            if owner:
+                yield trial, owner
+
+    def survivor(self, number: int) -> dict | None:
+        """Host, device, name and pid of the run of a trial that goes on without its sweep; None if none does."""
+        path = self.locks / f"{number}.run"
+        lock = take(path)
+        if lock:
+            lock.close()
+            return None
+        about, pid = path.read_text().split("\n", 1)
+        return json.loads(about) | {"pid": int(pid or 0)}  # 0: its sweep was killed in the moment of its start
+
+    def is_mine(self, survivor: dict, device: str | None) -> bool:
+        """Whether the worker of a device takes over this run: it is on the device, or on one that no worker has."""
+        is_here = survivor["host"] == socket.gethostname()
+        return is_here and (survivor["device"] == device or survivor["device"] not in self.devices)
+
+    def next_trial(self, device: str | None) -> tuple[Trial, TextIO, dict | None] | None:
+        """A trial for a device, its owner's lock, and its run if that goes on. First those whose runs go on, so that no
+        device gets two; then those that were left or have failed; then new ones. None if there is none."""
+        with locked(self.locks / "study"):
+            for frozen, owner in self.unowned():
+                survivor = self.survivor(frozen.number)
+                if survivor and self.is_mine(survivor, device):
+                    return Trial(self.study, frozen._trial_id), owner, survivor
+                owner.close()
+            for frozen, owner in self.unowned():
+                if frozen.number not in self.tried and self.survivor(frozen.number) is None:
+                    return self.begun(Trial(self.study, frozen._trial_id)), owner, None
+                owner.close()
+            trials = self.study.get_trials(deepcopy=False)
+            is_waiting = any(trial.state == TrialState.WAITING for trial in trials)
+            if is_waiting or (not self.search.is_grid and len(trials) < self.args.trials):
+                trial = self.begun(self.study.ask())
+                return trial, take(self.locks / f"{trial.number}.owner"), None
+            return None
+
+    def begun(self, trial: Trial) -> Trial:
+        """The trial, with its point chosen."""
+        self.tried.add(trial.number)
+        for name, choice in self.search.space.items():
+            suggest(trial, name, choice)
+        return trial
+
+    # ---- its runs
+
+    def work(self, device: str | None):
+        """Trains trials on a device, one after the other, until the study is done."""
+        try:
+            while not self.stopping.is_set():
+                found = self.next_trial(device)
+                if found:
+                    trial, owner, survivor = found
+                    with owner:
+                        if survivor:
+                            self.wait_for(trial, survivor)
+                        else:
+                            self.train(trial, device)
+                elif all(trial.number in self.tried for trial in self.open_trials()):
+                    return
+                else:
+                    time.sleep(1)  # others train them, and may leave them
+        except OSError as error:  # such as a full disk; the run, if there is one, goes on
+            self.error = f"{error}; the same command goes on"
+
+    def wait_for(self, trial: Trial, survivor: dict):
+        """Waits for a run that goes on without its sweep. What comes of it shows when the trial is trained again."""
+        number = trial.number
+        name = survivor["name"]
+        cli.say(f"trial {number}: waiting for {name}, which goes on as process {survivor['pid']}")
+        is_pruned = self.watch(trial, name, survivor["pid"], lambda: self.survivor(number) is not None)
+        run_dir = self.newest_run(name)
+        if is_pruned and not (run_dir and (run_dir / "model.pt").exists()):
+            self.prune(trial)
+
+    def train(self, trial: Trial, device: str | None):
+        """Makes the runs of a trial, one after the other, and tells the study the mean of their best values."""
+        bests = []
+        run_dirs = []
+        for name, options in self.search.runs_of(trial.params).items():
+            code, is_pruned = self.run(trial, name, options, device)
+            if self.stopping.is_set():
+                return
+            if is_pruned and code == PREEMPTED:
+                self.prune(trial)
+                return
+            run_dir = self.newest_run(name)
+            best = best_of(run_dir) if code == 0 and run_dir else None
+            if best is None:
+                self.fail(trial, name, code)
+                return
+            bests.append(best)
+            run_dirs.append(str(run_dir))
+        value = sum(bests) / len(bests)
+        trial.set_user_attr("run_dirs", run_dirs)
+        self.study.tell(trial, value)
+        best = self.study.best_trial
+        cli.say(f"trial {trial.number}: {value:.5g} with {trial.params}; best {best.value:.5g} of {best.number}")
+
+    def prune(self, trial: Trial):
+        self.study.tell(trial, state=TrialState.PRUNED)
+        cli.say(f"trial {trial.number}: pruned, with {trial.params}")
+
+    def fail(self, trial: Trial, name: str, code: int):
+        """Says why a run has no value. A mistake in an option that is the same in all runs ends the search."""
+        log = self.logs / f"{name}.log"
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "it is empty"
+        if code == 0:
+            reason = f"has no best {self.search.monitor}"
+        elif code == PREEMPTED:
+            reason = "was stopped"
+        elif code < 0:
+            reason = f"was ended by {signal.Signals(-code).name}"
+        else:
+            reason = f"failed with code {code}"
+        cli.say(f"trial {trial.number}: {name} {reason}, see {log}: {last}")
+        named = re.findall(r"--([\w.]+)", last)
+        if code == MISTAKE and self.search.differing.isdisjoint(named) and "resume" not in named:
+            self.mistake = last
+            self.stopping.set()
+
+    def run(self, trial: Trial, name: str, options: dict, device: str | None) -> tuple[int, bool]:
+        """Runs train.py, its output in a file. Returns its exit code, and whether the pruner has stopped it."""
+        args = [arg for option, value in options.items() for arg in as_args(option, value)]
+        args += [*self.search.options, "--out_dir", name, "--root_dir", str(self.root), "--resume", "auto"]
+        environment = dict(os.environ)
+        if device:
+            environment["CUDA_VISIBLE_DEVICES"] = device
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.args.jobs)))
+        with locked(self.locks / f"{trial.number}.run") as lock, open(self.logs / f"{name}.log", "a") as log:
+            lock.truncate(0)
+            lock.write(json.dumps({"host": socket.gethostname(), "device": device, "name": name}) + "\n")
+            lock.flush()
+            process = subprocess.Popen(
+                [sys.executable, REPO / "train.py", *args],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # else Ctrl-C would reach it twice
+                pass_fds=[lock.fileno()],
+            )
+            lock.write(str(process.pid))
+        is_pruned = self.watch(trial, name, process.pid, lambda: process.poll() is None)
+        return process.returncode, is_pruned
+
+    def watch(self, trial: Trial, name: str, pid: int, is_going: Callable[[], bool]) -> bool:
+        """Waits for the end of a run, which is told to stop with the sweep, or by the pruner. Returns whether by the
+        pruner. It compares the first of the runs that are averaged."""
+        is_first = name == next(iter(self.search.runs_of(trial.params)))
+        is_told = False
+        is_pruned = False
+        while is_going():
+            time.sleep(0.2)
+            if self.args.prune and is_first and self.report(trial, name):
+                is_pruned = is_pruned or trial.should_prune()
+            if not is_told and (is_pruned or self.stopping.is_set()):
+                if pid:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+                is_told = True
+        return is_pruned
+
+    def newest_run(self, name: str) -> Path | None:
+        """The directory of a run: the one that `--resume auto` takes, but without the lines that tell which it passes
+        over. It is asked for several times a second."""
+        for folder in cli.named_folders(self.root / name):
+            if any(path.stat().st_size for path in folder.glob("config.yaml")):
+                return folder
+        return None
+
+    def report(self, trial: Trial, name: str) -> bool:
+        """Reports the monitored values that are new. They are counted, since runs with other batch sizes have other
+        steps. Returns whether there were any."""
+        run_dir = self.newest_run(name)
+        path = run_dir / "logs" / "csv" / "metrics.csv" if run_dir else None
+        if not (path and path.is_file()):
+            return False
+        text = path.read_text()
+        rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+        values = [float(row[self.search.monitor]) for row in rows if row.get(self.search.monitor)]
+        known = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        for number in range(known, len(values)):
+            trial.report(values[number], number + 1)
+        return len(values) > known
+
+    # ---- at the end
+
+    def summarize(self) -> int:
+        """Prints what came out and what to do next, and returns the exit code."""
+        trials = self.study.get_trials(deepcopy=False)
+        states = [trial.state for trial in trials]
+        done = states.count(TrialState.COMPLETE)
+        unfinished = len(states) - done - states.count(TrialState.PRUNED)
+        if unfinished:
+            cli.say(f"{unfinished} of {len(trials)} trials have no result yet: the same command goes on with them")
+        if done:
+            best = self.study.best_trial
+            cli.say(f"best {self.search.monitor} {best.value:.5g} of {done} trials: trial {best.number}, {best.params}")
+            for run_dir in best.user_attrs["run_dirs"]:
+                checkpoint = "" if (Path(run_dir) / "checkpoints" / "best.ckpt").exists() else " --checkpoint last"
+                cli.say(f"next: python test.py --out_dir {shlex.quote(run_dir)}{checkpoint}")
+        if self.mistake:
+            print(f"sweep.py: error: all runs would end so: {self.mistake}", file=sys.stderr)
+            return MISTAKE
+        if self.error:
+            print(f"sweep.py: error: {self.error}", file=sys.stderr)
+            return 1
+        if self.stopping.is_set():
+            return PREEMPTED
+        return int(unfinished > 0)
+
+
+def best_of(run_dir: Path) -> float | None:
+    """The best monitored value of a finished run; None if it has none, or its summary is damaged."""
+    try:
+        return float(json.loads((run_dir / "summary.json").read_text())["best"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def as_args(option: str, value) -> list[str]:
@@ -294,38 +642,33 @@ def main() -> int:
     parser.add_argument("--root_dir", default=".", help="directory of the study and its runs")
     parser.add_argument("--trials", type=int, default=20, help="points to draw, of ranges (20)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own (1)")
+    parser.add_argument("--average", nargs="+", default=["seed", "fold"], metavar="NAME", help="options whose lists "
+                        "are no choice: a point is trained with each value (seed fold)")  # fmt: skip
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe", help="how points are drawn (tpe)")
-    parser.add_argument(
-        "--prune",
-        action="store_true",
-        help="stop a run that stays below the median of the others, once there are four; needs the csv logger",
-    )
+    parser.add_argument("--prune", action="store_true", help="stop a run that stays below the median of the others, "
+                        f"once there are {STARTUP}; needs the csv logger")  # fmt: skip
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
     args.options = sys.argv[end + 1 :]
     try:
-        sweep = Sweep(args)
-    except ConfigError as error:
-        parser.exit(2, f"sweep.py: error: {error}\n")
+        sweep = Sweep(read_search(args), args)
+    except (ConfigError, OSError) as error:
+        parser.exit(MISTAKE, f"sweep.py: error: {' '.join(str(error).split())}\n")
 
-    def stop(number: int, frame) -> None:
+    def stop(number: int, frame):
         sweep.stopping.set()
         signal.signal(number, signal.SIG_DFL)  # the second time at once
-        print("stopping: the runs save; the same command goes on", flush=True)
+        cli.say("stopping: the runs save; the same command goes on")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    threads = [threading.Thread(target=sweep.work, args=[device]) for device in devices(args.jobs)]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+            signal.signal(number, stop)
+    threads = [threading.Thread(target=sweep.work, args=[device]) for device in sweep.devices]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if sweep.stopping.is_set():
-        return PREEMPTED
-    trials = [trial for trial in sweep.study.get_trials(deepcopy=False) if "is_left" not in trial.user_attrs]
-    if any(trial.state == TrialState.COMPLETE for trial in trials):
-        print(f"best {sweep.monitor} {sweep.study.best_value:.5g}: {sweep.study.best_params}")
-    return int(any(trial.state == TrialState.FAIL for trial in trials))
+    return sweep.summarize()
 
 
 if __name__ == "__main__":
