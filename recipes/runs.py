@@ -1,10 +1,14 @@
 """A table of the training runs in a directory: the options in which they differ, best value, steps, time, state.
 
 python recipes/runs.py DIR                                    # also while they run
-python recipes/runs.py DIR --group --sort mean                # mean and standard deviation over the seeds
-python recipes/runs.py DIR --filter width=64 state=finished --format csv
+python recipes/runs.py DIR --group --sort mean                # mean and standard deviation over seeds and folds
+python recipes/runs.py DIR --filter 'width>=32' state=finished --format csv
+python recipes/runs.py DIR --columns width seed best          # these columns alone
 python recipes/runs.py DIR --plot curves.png                  # needs matplotlib
 python recipes/runs.py DIR --diff A B                         # options, packages and code of two runs
+
+The table fits the terminal, or 80 columns where there is none: titles are broken, long texts cut, and columns left out,
+which the last lines name. `--wide` shows all of it, `--format csv` all digits.
 
 A run is `running` while its process holds the lock, `finished` once it has model.pt, `failed` where an error ended it,
 else `interrupted`, also by a kill. `time` is that of all its starts up to the last validation, checkpoint or end, as in
@@ -17,11 +21,15 @@ import difflib
 import fcntl
 import json
 import math
+import operator
 import os
 import re
+import shutil
 import struct
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,6 +45,11 @@ HIDDEN = ("out_dir", "root_dir")  # options that the name of the run tells
 RESULTS = ("best", "best_step", "step", "time", "state")
 LOSSES = ("train/loss", "val/loss")
 LEGEND = 20  # runs at most in the legend of --plot
+# Of a table that is too wide, these columns are left out first, then the options, the last first.
+LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step")
+ALWAYS_SHOWN = ("run", "best", "mean", "std", "n", "state")
+LONGEST = 16  # characters of a text in a table that is too wide
+ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 class Mistake(ValueError):
@@ -60,9 +73,13 @@ class Run:
         return -1 if self.mode == "min" else 1
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """The steps and values of a column, where it has a number."""
-        points = [(int(row["step"]), number(row.get(name))) for row in self.rows]
-        return [(step, value) for step, value in points if isinstance(value, float) and math.isfinite(value)]
+        """The steps and values of a column of metrics.csv, where it has a number."""
+        points = []
+        for row in self.rows:
+            value = number(row.get(name))
+            if isinstance(value, float) and math.isfinite(value):
+                points.append((int(row["step"]), value))
+        return points
 
 
 def number(value):
@@ -112,9 +129,15 @@ def read_summary(file) -> dict:
 
 
 def read_rows(file) -> list[dict[str, str]]:
+    """The rows of metrics.csv. A last row that is cut is no damage: it is just being written."""
     text = file.read()
-    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())  # the last row may be cut
-    return [row for row in rows if None not in row.values() and row.get("step", "").isdecimal()]
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    table = csv.DictReader(lines)
+    rows = [row for row in table if None not in (*row, *row.values()) and row.get("step", "").isdecimal()]
+    unreadable = table.line_num - 1 - len(rows) if lines else len(text)
+    if unreadable:
+        print(f"{file.name} is damaged: {len(rows)} rows can be read, and are shown", file=sys.stderr)
+    return rows
 
 
 def mode_of(options: dict) -> str:
@@ -132,21 +155,33 @@ def read_run(path: Path) -> Run:
     summary = read(path / "summary.json", read_summary, {})
     run = Run(path, options, read(path / "logs" / "csv" / "metrics.csv", read_rows, []))
     run.mode = mode_of(options)
-    # A checkpoint may be older than the last row. Values of train/ are also logged between two validations.
-    monitor = options.get("monitor", "")
-    points = run.curve(monitor) if monitor.startswith("val/") else []
-    saved = summary.get("best_step"), summary.get("best")
-    best_step, best = max(points, key=lambda point: run.sign * point[1], default=saved)
-    # A process that was killed could not change "running" in summary.json: the lock tells.
-    state = "failed" if summary.get("state") == "failed" else "interrupted"
-    state = "finished" if (path / "model.pt").exists() else state
     run.last = summary.get("last", {})
+
+    # The newest rows may be later than summary.json. Values of train/ are logged between two validations, too, when no
+    # best one is chosen.
+    best = summary.get("best")
+    best_step = summary.get("best_step")
+    monitor = options.get("monitor", "")
+    points = run.curve(monitor)
+    if points and monitor.startswith("val/"):
+        best_step, best = max(points, key=lambda point: run.sign * point[1])
+    steps = [int(row["step"]) for row in run.rows]
+
+    # A process that was killed could not change "running" in summary.json: the lock tells.
+    state = "interrupted"
+    if summary.get("state") == "failed":
+        state = "failed"
+    if (path / "model.pt").exists():
+        state = "finished"
+    if is_locked(path / ".lock"):
+        state = "running"
+
     run.results = {
         "best": best,
         "best_step": best_step,
-        "step": max([summary.get("step") or 0, *(int(row["step"]) for row in run.rows)]),
+        "step": max([summary.get("step") or 0, *steps]),
         "time": summary.get("seconds"),
-        "state": "running" if is_locked(path / ".lock") else state,
+        "state": state,
         "parameters": summary.get("parameters"),
     }
     return run
@@ -171,46 +206,74 @@ def differing(runs: list[Run]) -> list[str]:
 
 
 def chosen(runs: list[Run], filters: list[str]) -> list[Run]:
+    """The runs that pass all filters, such as `width=64`, `run=*-base-*`, `state!=failed`, `best>=0.9`."""
     for text in filters:
-        key, equals, wanted = text.partition("=")
-        names = {"run", *RESULTS, "parameters", *(name for run in runs for name in run.options)}
-        if not equals or key not in names:
-            raise Mistake(f"--filter {text}: expected KEY=VALUE, KEY an option, run, {', '.join(RESULTS)}")
-        found = [(run, run.get(key)) for run in runs]
-        runs = [run for run, value in found if number(value) == number(wanted) or fnmatchcase(str(value), wanted)]
+        found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
+        names = {"run", "parameters", *RESULTS, *(name for run in runs for name in run.options)}
+        if not found or found[1] not in names:
+            raise Mistake(f"--filter {text}: expected KEY=VALUE, KEY an option, run, parameters, {', '.join(RESULTS)}")
+        key, comparison, wanted = found.groups()
+        if comparison in ORDER and not isinstance(number(wanted), float):
+            raise Mistake(f"--filter {text}: {wanted} is no number")
+        runs = [run for run in runs if passes(run.get(key), comparison, wanted)]
         if not runs:
             raise Mistake(f"--filter {text}: no run is left")
     return runs
 
 
+def passes(value, comparison: str, wanted: str) -> bool:
+    """Whether a value of a run passes a filter. For > and the like, texts and missing values do not."""
+    if comparison in ORDER:
+        return isinstance(number(value), float) and ORDER[comparison](number(value), number(wanted))
+    is_equal = number(value) == number(wanted) or fnmatchcase(str(value), wanted)
+    return is_equal == (comparison == "=")
+
+
 def grouped(runs: list[Run], names: list[str]) -> list[dict]:
     """A row for the runs that agree in these options: mean and standard deviation of their n best values."""
-    groups, rows = {}, []
+    groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(run.options.get(name) for name in names), []).append(run)
+        key = tuple(run.options.get(name) for name in names)
+        groups.setdefault(key, []).append(run)
+    rows = []
     for key, members in groups.items():
-        row, values = dict(zip(names, key, strict=True)), [run.get("best") for run in members]
-        values = [value for value in values if value is not None]
-        row |= {"mean": mean(values) if values else None, "std": stdev(values) if len(values) > 1 else None}
+        values = [run.get("best") for run in members if run.get("best") is not None]
         states = Counter(run.get("state") for run in members)
-        rows.append(row | {"n": len(values), "state": ", ".join(f"{n} {state}" for state, n in sorted(states.items()))})
+        row = dict(zip(names, key, strict=True))
+        row["mean"] = mean(values) if values else None
+        row["std"] = stdev(values) if len(values) > 1 else None
+        row["n"] = len(values)
+        row["state"] = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        rows.append(row)
     return rows
 
 
 def in_order(rows: list[dict], key: str, is_max: bool) -> list[dict]:
-    """Best value first, anything else ascending, rows without it last."""
+    """Best value first, anything else ascending: numbers, then texts, then rows without a value."""
     if rows and key not in rows[0]:
         raise Mistake(f"--sort {key}: choose from {', '.join(rows[0])}")
+    sign = -1 if is_max and key in ("best", "mean") else 1
 
     def place(row: dict) -> tuple:
-        value, sign = number(row[key]), -1 if is_max and key in ("best", "mean") else 1
-        is_number = isinstance(value, (int, float))
-        return value is None, not is_number, sign * value if is_number else 0, str(value)
+        value = number(row[key])
+        if value is None:
+            return 2, 0, ""
+        if isinstance(value, (int, float)):
+            return 0, sign * value, ""
+        return 1, 0, value
 
     return sorted(rows, key=place)
 
 
+def selected(row: dict, names: list[str]) -> dict:
+    for name in names:
+        if name not in row:
+            raise Mistake(f"--columns {name}: choose from {', '.join(row)}")
+    return {name: row[name] for name in names}
+
+
 def cell(name: str, value) -> str:
+    """A value as text: a time in hours, minutes and seconds, other results with five digits, options as they are."""
     if value is None or (name == "time" and not math.isfinite(value)):
         return "-"
     if name == "time":
@@ -218,55 +281,132 @@ def cell(name: str, value) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def show(rows: list[dict], style: str) -> None:
+def short(name: str, value) -> str:
+    """As `cell`, but fractions among the options with four digits: a search draws them with seventeen."""
+    is_fraction = isinstance(value, str) and isinstance(number(value), float) and not value.isdecimal()
+    return f"{number(value):.4g}" if is_fraction else cell(name, value)
+
+
+def show(rows: list[dict], style: str, width: float, wanted: list[str]) -> None:
+    """Prints the rows: as csv with all digits and times in seconds, as markdown, or as a table of a width."""
     names = list(rows[0])
-    if style == "csv":  # all digits, times in seconds
+    if style == "csv":
         writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         writer.writeheader()
-        return writer.writerows(rows)
-    lines = [names, *([cell(name, row[name]) for name in names] for row in rows)]
-    if style == "markdown":
+        writer.writerows(rows)
+    elif style == "markdown":
+        lines = [names, *([short(name, row[name]) for name in names] for row in rows)]
         lines = [[text.replace("|", "\\|") for text in line] for line in lines]
         lines.insert(1, ["---"] * len(names))
-        return print("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    else:
+        columns = {name: [short(name, row[name]) for row in rows] for name in names}
+        print_table(columns, width, {*ALWAYS_SHOWN, *wanted})
+
+
+def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Collection[str] = ()) -> None:
+    """Prints the columns under their names. Where they are too wide, names are broken at their underscores, texts cut,
+    and columns left out that need not be kept, until they fit."""
+
+    def widths() -> dict[str, int]:
+        return {name: max(map(len, [*titles[name], *cells])) for name, cells in columns.items()}
+
+    def is_too_wide() -> bool:
+        return sum(widths().values()) + 2 * len(columns) - 2 > width
+
+    titles = {name: [name] for name in columns}
+    if is_too_wide():
+        titles = {name: name.split("_") for name in columns}
+        columns = {name: cut(cells) for name, cells in columns.items()}
+    left_out = []
+    for name in dict.fromkeys([*LEFT_OUT_FIRST, *reversed(columns)]):
+        if name in columns and name not in kept and is_too_wide():
+            del columns[name]
+            left_out.append(name)
+
+    height = max(len(titles[name]) for name in columns)
+    lines = []
+    for name, cells in columns.items():
+        lines.append([*[""] * (height - len(titles[name])), *titles[name], *cells])
+    sizes = widths().values()
+    for line in zip(*lines, strict=True):
+        print("  ".join(text.ljust(size) for text, size in zip(line, sizes, strict=True)).rstrip())
+    if left_out:
+        print(textwrap.fill(f"not shown: {', '.join(left_out)}; --wide shows all, --columns some", max(width, 20)))
+
+
+def cut(texts: list[str]) -> list[str]:
+    """The texts, the long ones cut to LONGEST characters, or, so that they still differ, up to twice as many."""
+
+    def cut_to(length: int) -> list[str]:
+        return [text if len(text) <= length else f"{text[: length - 1]}…" for text in texts]
+
+    for length in range(LONGEST, 2 * LONGEST):
+        if len(set(cut_to(length))) == len(set(texts)):
+            return cut_to(length)
+    return cut_to(LONGEST)
 
 
 def plot(runs: list[Run], names: list[str], path: str) -> None:
-    """The losses and the monitored values of the runs over their steps; in the legend the best runs, best first."""
+    """Draws the losses and the monitored values of the runs over their steps. In the legend are the best runs, best
+    first, by the options in which they differ; the others are gray."""
     try:
-        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise Mistake("--plot: needs matplotlib; pip install matplotlib") from None
     runs = sorted(runs, key=lambda run: (run.get("best") is None, run.sign * -(run.get("best") or 0)))
-    panels = [LOSSES, *((name,) for name in sorted({run.options.get("monitor", "") for run in runs} - {*LOSSES}))]
+    monitors = {run.options.get("monitor", "") for run in runs} - {*LOSSES}
+    panels = [LOSSES, *((name,) for name in sorted(monitors))]
     panels = [panel for panel in panels if any(run.curve(name) for run in runs for name in panel)] or [LOSSES]
-    labels = [", ".join(f"{name} {run.options.get(name, '-')}" for name in names) or run.path.name for run in runs]
-    columns = min(len(runs), 75 * len(panels) // (max(map(len, labels[:LEGEND])) + 8) or 1)
-    size = 5.5 * len(panels), 4 + 0.18 * min(len(runs), LEGEND) / columns
+
+    # In the legend, a line has about 75 characters for each panel of 5.5 inches, 8 of them for the sample of a curve.
+    labels = []
+    for run in runs[:LEGEND]:
+        options = [f"{name} {short(name, run.options.get(name))}" for name in names]
+        labels.append(textwrap.fill(", ".join(options) or run.path.name, 60 * len(panels)))
+    lines = [line for label in labels for line in label.splitlines()]
+    columns = min(len(runs), 75 * len(panels) // (max(map(len, lines)) + 8) or 1)
+    size = 5.5 * len(panels), 4 + 0.18 * len(lines) / columns
     figure = Figure(figsize=size, layout="constrained")
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            color = f"C{number}" if len(runs) <= 10 else colormaps["turbo"](number / (len(runs) - 1))
-            for name in panel:
-                is_second = name == "train/loss" and panel == LOSSES
-                style = {"linestyle": ":"} if is_second else {"label": label}
-                points = run.curve(name)
-                axes.plot([step for step, _ in points], [value for _, value in points], color=color, **style)
-        title = "train/loss (dotted) and val/loss" if panel == LOSSES else panel[0]
-        is_log = panel == LOSSES and all(value > 0 for line in axes.lines for value in line.get_ydata())
-        axes.set(title=title, xlabel="step", yscale="log" if is_log else "linear")
-        axes.grid(alpha=0.3)
-    best = [found[:LEGEND] for found in axes.get_legend_handles_labels()]
+        draw(axes, panel, runs, labels)
     title = f"the {LEGEND} best of {len(runs)} runs" if len(runs) > LEGEND else None
-    figure.legend(*best, loc="outside lower center", ncols=columns, fontsize="small", title=title)
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize="small", title=title)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise Mistake(f"--plot {path}: {' '.join(str(error).split())}") from None
+    print(f"picture {path}", file=sys.stderr)  # stdout may be a table for another program
+
+
+def draw(axes, panel: tuple[str, ...], runs: list[Run], labels: list[str]) -> None:
+    """Draws the values of a panel: those of the runs that have a label in colors, and above the others."""
+    from matplotlib import colormaps
+
+    for place, run in enumerate(runs):
+        color = "lightgray"
+        if len(runs) <= 10:
+            color = f"C{place}"
+        elif place < len(labels):
+            color = colormaps["turbo"](place / len(labels))
+        for name in panel:
+            points = run.curve(name)
+            (line,) = axes.plot([step for step, _ in points], [value for _, value in points], color=color)
+            line.set_zorder(3 - place / len(runs))
+            if len(points) == 1:
+                line.set_marker("o")  # one point makes no line
+            if panel == LOSSES and name == "train/loss":
+                line.set_linestyle(":")
+            elif place < len(labels):
+                line.set_label(labels[place])
+    if panel == LOSSES:
+        is_positive = all(value > 0 for line in axes.lines for value in line.get_ydata())
+        axes.set(title="train/loss (dotted) and val/loss", yscale="log" if is_positive else "linear")
+    else:
+        axes.set(title=panel[0])
+    axes.set(xlabel="step")
+    axes.grid(alpha=0.3)
 
 
 def provenance(run: Run) -> tuple[dict[str, str], list[str]]:
@@ -279,20 +419,32 @@ def provenance(run: Run) -> tuple[dict[str, str], list[str]]:
 
 
 def diff(runs: list[Run], names: list[str]) -> None:
+    """Prints in what two runs differ: options, packages, results, code."""
     pair = []
     for name in names:
-        found = [run for run in runs if run.path.name == Path(name).name] or [r for r in runs if name in r.path.name]
+        found = [run for run in runs if run.path.name == Path(name).name]
+        found = found or [run for run in runs if name in run.path.name]
         if len(found) != 1:
             raise Mistake(f"--diff {name}: {len(found) or 'no'} runs have that in their name")
         pair += found
-    (packages, code), (other_packages, other_code) = map(provenance, pair)
-    compared = {"package": (packages, other_packages), "result": [run.results | run.last for run in pair]}
-    for title, (ours, theirs) in ({"option": [run.options for run in pair]} | compared).items():
+    first, second = pair
+    packages, code = provenance(first)
+    other_packages, other_code = provenance(second)
+    compared = {
+        "option": (first.options, second.options),
+        "package": (packages, other_packages),
+        "result": (first.results | first.last, second.results | second.last),
+    }
+    for title, (ours, theirs) in compared.items():
         changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and name not in HIDDEN]
-        rows = [{title: name, "A": cell(name, ours.get(name)), "B": cell(name, theirs.get(name))} for name in changed]
-        show(rows or [{title: "all the same"}], "table")
+        columns = {title: changed or ["all the same"]}
+        if changed:
+            columns["A"] = [cell(name, ours.get(name)) for name in changed]
+            columns["B"] = [cell(name, theirs.get(name)) for name in changed]
+        print_table(columns)
         print()
-    print("\n".join(difflib.unified_diff(code, other_code, "A", "B", lineterm="")) or "code\nall the same")
+    changes = difflib.unified_diff(code, other_code, "A", "B", lineterm="")
+    print("\n".join(changes) or "code\nall the same")
 
 
 class Parser(argparse.ArgumentParser):
@@ -303,9 +455,14 @@ class Parser(argparse.ArgumentParser):
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("dir", type=Path, metavar="DIR", help="a directory that has runs in it")
-    parser.add_argument("--group", action="store_true", help="mean, standard deviation and number over the seeds")
+    parser.add_argument("--group", action="store_true", help="mean, standard deviation and number over seeds and folds")
+    parser.add_argument("--average", nargs="+", default=["seed", "fold"], metavar="NAME", help="options that --group "
+                        "averages over (seed fold)")  # fmt: skip
     parser.add_argument("--sort", metavar="COLUMN", help="best value first, other columns ascending")
-    parser.add_argument("--filter", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="* is any text")
+    parser.add_argument("--filter", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="also !=, "
+                        ">=, <=, > and <; * is any text")  # fmt: skip
+    parser.add_argument("--columns", nargs="+", default=[], metavar="NAME", help="show these columns alone")
+    parser.add_argument("--wide", action="store_true", help="show all columns, whole, however wide the table gets")
     parser.add_argument("--format", choices=("table", "csv", "markdown"), default="table")
     parser.add_argument("--plot", metavar="FILE", help="write a picture of the monitored values")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs, named by a part of their name")
@@ -318,17 +475,24 @@ def main() -> None:
         return diff(runs, args.diff)
     names = differing(runs)
     if args.group:
-        rows = grouped(runs, [name for name in names if name not in ("seed", "comment")])
+        rows = grouped(runs, [name for name in names if name not in (*args.average, "comment")])
     else:
-        shown = [*names, *["parameters"] * (len({run.get("parameters") for run in runs} - {None}) > 1), *RESULTS]
-        rows = [{"run": run.path.name} | {name: run.get(name) for name in shown} for run in runs]
+        shown = ["run", *names, *RESULTS]
+        if len({run.get("parameters") for run in runs} - {None}) > 1:
+            shown.insert(-len(RESULTS), "parameters")
+        others = [name for name in args.columns if name not in shown]  # that are the same in all runs
+        shown += [name for name in others if any(run.get(name) is not None for run in runs)]
+        rows = [{name: run.get(name) for name in shown} for run in runs]
     if args.sort:
         rows = in_order(rows, args.sort, runs[0].mode == "max")
+    if args.columns:
+        rows = [selected(row, args.columns) for row in rows]
     if args.plot:
         plot(runs, names, args.plot)
     if args.format == "table":
         print("best:", ", ".join(sorted({f"{run.mode} {run.get('monitor')}" for run in runs if run.options})))
-    show(rows, args.format)
+    width = math.inf if args.wide else shutil.get_terminal_size().columns  # 80 where there is no terminal
+    show(rows, args.format, width, args.columns)
 
 
 if __name__ == "__main__":
@@ -337,3 +501,5 @@ if __name__ == "__main__":
     except Mistake as error:
         print(f"runs.py: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # the reader has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

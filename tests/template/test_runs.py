@@ -13,7 +13,7 @@ from statistics import mean, stdev
 
 import pytest
 import yaml
-from conftest import REPO, call
+from conftest import REPO, call, start
 
 OPTIONS = {"out_dir": "x", "seed": 0, "width": 32, "logger_name": ["csv"], "effective_batch_size": 100,
            "monitor": "val/accuracy", "monitor_mode": None}  # fmt: skip
@@ -41,8 +41,11 @@ def make(folder: Path, number: int, values: list[float], finished: bool = True, 
     return path
 
 
-def runs(folder: Path, options: str = "", code: int = 0) -> subprocess.CompletedProcess:
-    return call(f"recipes/runs.py {folder} {options}", folder, code)
+def runs(folder: Path, options: str = "", code: int = 0, columns: int = 80) -> subprocess.CompletedProcess:
+    """What runs.py prints on a terminal of so many columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        return call(f"recipes/runs.py {folder} {options}", folder, code)
 
 
 def table(folder: Path, options: str = "") -> list[dict]:
@@ -123,11 +126,28 @@ def test_grouped_over_seeds(sweep: Path):
     assert table(sweep, "--group")[1]["state"] == "2 finished, 1 interrupted"
 
 
+def test_grouped_over_folds_and_over_what_is_named(tmp_path: Path):
+    for number in range(8):
+        make(tmp_path, number, [number / 10], seed=number % 2, fold=number // 2 % 2, width=number // 4)
+    assert [(row["width"], row["n"]) for row in table(tmp_path, "--group")] == [("0", "4"), ("1", "4")]
+    rows = table(tmp_path, "--group --average width")
+    assert [(row["seed"], row["fold"], row["n"]) for row in rows] == [(*key, "2") for key in ("00", "10", "01", "11")]
+    assert float(rows[1]["mean"]) == pytest.approx(0.3)
+
+
 def test_sorted_and_filtered(sweep: Path):
     assert [row["run"][14] for row in table(sweep, "--sort best")] == [*"543210"]
     assert [row["seed"] for row in table(sweep, "--sort seed")] == [*"001122"]
     assert [row["run"][14] for row in table(sweep, "--filter width=64.0 --filter seed=1")] == ["4"]
     assert [row["run"][14] for row in table(sweep, "--filter run=*0004-* state=finished")] == ["4"]
+    for filters, expected in {
+        "width>=64 seed<1": "3",
+        "width<=32 seed>0": "12",
+        "seed!=1 best>0.93": "5",
+        "run!=*-00000[1-5]-*": "0",
+        "time>=1.5 state=f*": "012345",
+    }.items():
+        assert "".join(row["run"][14] for row in table(sweep, f"--filter {filters}")) == expected
     shutil.rmtree(sweep / "20260101-000005-x")
     make(sweep, 9, [9.0, 0.1], monitor="val/loss", monitor_mode="min", width=10)
     assert [row["best"] for row in table(sweep, "--filter monitor=val/loss")] == ["0.1"]
@@ -151,6 +171,15 @@ DAMAGE = {
     "logs/csv/metrics.csv": ["", "\0\0", "step,val/accuracy\n10,0.5\n20", "step\n", "a,b\n1,2\n", "step,lr\nx,y\n"],
 }
 
+DAMAGED_ROWS = {
+    "\0\0": 0,
+    "a,b\n1,2\n": 0,
+    "step,lr\nx,y\n": 0,
+    "step;lr\n10;0.1\n": 0,
+    "step,lr\n10,0.1\n20\n30,0.1\n": 2,
+}
+DAMAGE["logs/csv/metrics.csv"] += DAMAGED_ROWS
+
 
 @pytest.mark.parametrize("name, text", [(name, text) for name, texts in DAMAGE.items() for text in texts])
 def test_a_damaged_run_does_not_hide_the_others(name: str, text: str, sweep: Path):
@@ -159,13 +188,22 @@ def test_a_damaged_run_does_not_hide_the_others(name: str, text: str, sweep: Pat
     assert len(done.stdout.splitlines()) == 7
     assert re.search("20260101-000004-x,1,64,.*0.94", done.stdout)
     assert "Traceback" not in done.stderr
-    if text in ("a: [", "- list", '{"step": 3', "[1]", '{"step": "x"}', '{"last": 3}'):
-        assert f"20260101-000002-x/{name} is damaged: " in done.stderr
+    is_damage = text in ("a: [", "- list", '{"step": 3', "[1]", '{"step": "x"}', '{"last": 3}', *DAMAGED_ROWS)
+    assert is_damage == (f"20260101-000002-x/{name} is damaged: " in done.stderr) or text in ("", "\0\0\0")
     (sweep / "20260101-000002-x" / name).unlink()
     done = runs(sweep, "--format csv")
     assert len(done.stdout.splitlines()) == 7
     assert ("config.yaml is missing" in done.stderr) == (name == "config.yaml")
     runs(sweep, "--group --sort mean")
+
+
+@pytest.mark.parametrize("text", DAMAGED_ROWS)
+def test_a_damaged_metrics_csv_is_named_with_what_can_be_read(text: str, tmp_path: Path):
+    path = make(tmp_path, 0, [0.5]) / "logs" / "csv" / "metrics.csv"
+    assert runs(tmp_path).stderr == ""
+    path.write_text(text)
+    error = f"{path} is damaged: {DAMAGED_ROWS[text]} rows can be read, and are shown\n"
+    assert runs(tmp_path).stderr == error
 
 
 def test_a_row_that_is_cut_does_not_count(tmp_path: Path):
@@ -174,6 +212,68 @@ def test_a_row_that_is_cut_does_not_count(tmp_path: Path):
     with open(path / "logs" / "csv" / "metrics.csv", "a") as file:
         file.write("20,0.1,1000.0,0.9")  # of 0.09
     assert table(tmp_path)[0]["best"] == "0.5"
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Two hundred runs of a search, which differ in ten options; four begin in the same second."""
+    for number in range(200):
+        options = {f"option_number_{i}": f"{1 / (number + i + 2):.17g}" for i in range(9)}
+        path = make(tmp_path, number // 4, [0.5, 1 - 1 / (number + 2)], width=number, **options)
+        path.rename(path.with_name(f"{path.name}-width={number:03}-and-many-other-options-that-make-it-long"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("columns, option", [(80, ""), (60, ""), (120, ""), (80, "--group"), (80, "--sort best")])
+def test_a_table_of_many_runs_fits(columns: int, option: str, many: Path):
+    """Each row is there, and can still be told from the others; what is left out is named."""
+    lines = runs(many, option, columns=columns).stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    rows = [line.split() for line in lines if re.search(r"finished", line)]
+    assert len(rows) == 200 == len({tuple(row) for row in rows})
+    if option != "--group":
+        assert {row[0] for row in rows} >= {f"20260101-{n // 4:06}-x-width={n:03}…" for n in range(200)}
+    last = " ".join(lines[lines.index(next(line for line in lines if line.startswith("not shown:"))) :])
+    assert "option_number_8" in last and last.endswith("--wide shows all, --columns some")
+
+
+def test_a_wide_table_has_all_columns_whole(many: Path):
+    lines = runs(many, "--wide").stdout.splitlines()
+    assert len(lines) == 202 and "not shown" not in lines[-1]
+    names = ["run", "width", *(f"option_number_{i}" for i in range(9)), "best", "best_step", "step", "time", "state"]
+    assert lines[1].split() == names
+    assert lines[-1].startswith("20260101-000049-x-width=199-and-many-other-options-that-make-it-long ")
+
+
+def test_columns_are_chosen(sweep: Path):
+    assert [*table(sweep, "--columns best width")[0].items()] == [("best", "0.9"), ("width", "32")]
+    assert [*table(sweep, "--columns seed effective_batch_size parameters --sort best")[0].values()] == [
+        "2",
+        "100",
+        "1000",
+    ]
+    assert "not shown" not in runs(sweep, "--columns run best_step", columns=20).stdout
+    assert runs(sweep, "--group --columns width n").stdout.splitlines()[1:] == ["width  n", "32     3", "64     3"]
+    assert "choose from run, seed, width" in runs(sweep, "--columns colour", code=2).stderr
+
+
+def test_fractions_have_four_digits_but_in_csv_and_diff(tmp_path: Path):
+    for number in range(2):
+        make(tmp_path, number, [0.5], base_lr=0.012345678 + number / 10**6)
+    assert [line.split()[1] for line in runs(tmp_path).stdout.splitlines()[2:]] == ["0.01235", "0.01235"]
+    assert [row["base_lr"] for row in table(tmp_path)] == ["0.012345678", "0.012346678"]
+    assert ["base_lr", "0.012345678", "0.012346678"] in [
+        line.split() for line in runs(tmp_path, "--diff 000000 000001").stdout.splitlines()
+    ]
+
+
+def test_a_reader_that_has_seen_enough(many: Path):
+    """As `| head -1`."""
+    process = start(f"recipes/runs.py {many} --wide", many)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 40])
@@ -192,7 +292,10 @@ def test_plot(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (len(left.lines), len(right.lines)) == (2 * number, number)
     assert right.lines[0].get_xydata().tolist() == [[10, 0.5], [20, 0.9 + (number - 1) / 1000], [30, 0.7]]
     assert [line.get_linestyle() for line in left.lines[:2]] == [":", "-"]
-    assert len({str(line.get_color()) for line in right.lines}) == number
+    colors = [str(line.get_color()) for line in right.lines]
+    assert len({*colors[:20]}) == min(number, 20) and {*colors[20:]} <= {"lightgray"}
+    heights = [line.get_zorder() for line in right.lines]
+    assert heights == sorted({*heights}, reverse=True)  # the best on top
     texts = [text.get_text() for text in legend.get_texts()]
     expected = [f"seed {i % 3}, width {i // 3}" for i in reversed(range(number))]
     few = {1: ["20260101-000000-x"], 2: ["seed 1", "seed 0"]}
@@ -201,6 +304,37 @@ def test_plot(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     box, page = legend.get_window_extent(), figures[0].bbox
     assert 0 <= box.x0 < box.x1 <= page.x1 and box.y0 >= 0 and box.y1 < min(a.get_tightbbox().y0 for a in (left, right))
     assert "--plot curves.xyz: " in runs(tmp_path, "--plot curves.xyz", code=2).stderr
+
+
+def drawn(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The figure of `--plot`, and what is printed about it."""
+    figures, Figure = [], pytest.importorskip("matplotlib.figure").Figure
+    draw = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: [figures.append(figure), draw(figure, path)])
+    return runs(folder, "--plot curves.png"), figures[0]
+
+
+def test_plot_with_many_options_in_the_legend_cuts_none(many: Path, monkeypatch: pytest.MonkeyPatch):
+    done, figure = drawn(many, monkeypatch)
+    assert done.stderr == "picture curves.png\n"
+    (legend,) = figure.legends
+    first = legend.get_texts()[0].get_text()
+    assert " ".join(first.split()).startswith("width 199, option_number_0 0.004975, ")
+    assert first.count("option_number_") == 9
+    boxes = [legend.get_window_extent(), *(text.get_window_extent() for text in legend.get_texts())]
+    for box in boxes:
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0 < box.y1
+    assert boxes[0].y1 < min(axes.get_tightbbox().y0 for axes in figure.axes)
+    assert min(axes.get_window_extent().height for axes in figure.axes) > 200  # of 400 without a legend
+
+
+def test_plot_of_a_single_point_has_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path, 0, [0.5])
+    make(tmp_path, 1, [0.5, 0.6])
+    _, figure = drawn(tmp_path, monkeypatch)
+    for axes in figure.axes:
+        assert all((line.get_marker() == "o") == (len(line.get_xdata()) == 1) for line in axes.lines)
+        assert {len(line.get_xdata()) for line in axes.lines} == {1, 2}
 
 
 def test_diff(sweep: Path):
@@ -215,8 +349,21 @@ def test_diff(sweep: Path):
     assert runs(sweep, "--diff 000000 000000").stdout.count("all the same") == 4
 
 
-MISTAKES = ("--sort colour", "--filter colour=red", "--filter width", "--filter width=7", "--format pdf", "--colour",
-            "--diff 000000", "--diff 000000 nine", "--diff 000000 2026", "../nowhere")  # fmt: skip
+MISTAKES = (
+    "--sort colour",
+    "--filter colour=red",
+    "--filter width",
+    "--filter width=7",
+    "--filter width>many",
+    "--filter run>=5",
+    "--columns seed colour",
+    "--format pdf",
+    "--colour",
+    "--diff 000000",
+    "--diff 000000 nine",
+    "--diff 000000 2026",
+    "../nowhere",
+)
 
 
 @pytest.mark.parametrize("options", MISTAKES)
