@@ -12,7 +12,8 @@ stands behind `--`, is given to every run.
     seed: [1, 2, 3]             # no choice: each point is trained with each seed, and its value is the mean
 
 Lists alone make a grid. With a range, `--trials` points are drawn, by Optuna's TPE (Bergstra et al. 2011) or at random.
-An option named `fold` is averaged like `seed`; `--average` names others.
+An option named `fold` is averaged like `seed`; `--average` names others. The runs of a point come one after the other:
+more `--jobs` than points are idle.
 
 The same command, given several times or on machines that share the directory, works on one study. Ctrl-C lets all runs
 save and stop; the same command goes on with them. It goes on as well with a run that was stopped, killed or failed, for
