@@ -255,7 +255,7 @@ def is_local_zero() -> bool:
 # ---- which run is meant
 
 
-def named_folders(base: Path) -> list[Path]:
+def named_folders(base: Path) -> list:
     """The directories named by a timestamp and the name of `base`, beside it; the newest first."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
     return sorted((folder for folder in base.parent.glob("*/") if pattern.fullmatch(folder.name)), reverse=True)

@@ -31,7 +31,6 @@ class MachineConfig:
     """Options of train.py and test.py about where they run."""
 
     root_dir: str = "."  # Directory of the run directories: of a new one, which makes it, or where to look for one
-    data_dir: str | None = None  # Directory of the dataset's files; None in test.py: that of the training
     num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
@@ -56,6 +55,7 @@ class TrainConfig(MachineConfig):
     seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
     resume: str | None = None  # Run directory to resume; `auto`: the newest run of this out_dir, or a new one
     config_path: tuple[str, ...] | None = None  # YAML files of options; later files win, the command line wins over all
+    data_dir: str | None = None  # Directory of the dataset's files
 
     dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
     width: int = 32  # Channels of the model's first layer
@@ -103,6 +103,7 @@ class TestConfig(MachineConfig):
 
     out_dir: str = "train_out"  # The run directory; its name without the time means the newest of that name
     checkpoint: str = "best"  # `best`, `last`, the name of a checkpoint in the run, or a path
+    data_dir: str | None = None  # Directory of the dataset's files; None: that of the training
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     precision: Precision | None = field(default=None, metavar="str")  # As in train.py; None: that of the training
     batch_size: int | None = None  # Samples per forward pass of a device; None: as in a validation on one device

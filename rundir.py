@@ -41,7 +41,7 @@ GIT_STATUS = "exec git -c core.fsmonitor=false status --porcelain=v2 --branch"
 # ---- checkpoints
 
 
-def load(path: Path, location: Any = "cpu") -> dict:
+def load(path: Path, location="cpu") -> dict:
     """The contents of a file of torch.save. `location` is the map_location of torch.load. Objects other than tensors
     and plain values could run code: it raises."""
     return torch.load(path, location, mmap=True, weights_only=True)
@@ -360,7 +360,7 @@ class RunDir:
         copy = storage.clone()  # otherwise it would stay backed by the file
         return copy if location == "cpu" else copy.to(device=self.fabric.device)
 
-    def restored(self, current: Any, saved: Any, device: str) -> Any:
+    def restored(self, current, saved, device: str) -> Any:
         """An entry of `state` with the value from a checkpoint, which was saved by a run on this kind of device."""
         if isinstance(current, Tensor) and isinstance(saved, Tensor):
             current.data = saved.to(current.device)  # in place: the loop may have a reference to it

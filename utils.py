@@ -160,7 +160,10 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str]):
     """
     scalars = as_scalars(values)
     if not getattr(values.get("loss"), "requires_grad", False):
-        raise RunError("compute_loss: no `loss` with a gradient: was it detached, or is the whole model frozen?")
+        raise RunError(
+            "compute_loss: must return, first, a dict with a `loss` that has a gradient: "
+            "was it detached, or is the whole model frozen?"
+        )
     loss = scalars["loss"].clone()
     if dist.is_initialized():
         dist.all_reduce(loss)

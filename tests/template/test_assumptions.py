@@ -68,12 +68,11 @@ def test_fabrics_module_gives_attributes_to_the_users_module_but_not_past_its_se
 
 
 def test_the_bypassed_wrappers_are_those_that_the_loop_calls():
-    """The step and zero_grad of an optimizer are looked up in the object at each call; eval calls train, and __call__
-    forward."""
+    """zero_grad of an optimizer is looked up in the object at each call; eval calls train, and __call__ forward."""
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = set_up(fabric)
     utils.bypass_wrappers(fabric, model, optimizer)
-    assert {"step", "zero_grad"} <= vars(optimizer).keys()
+    assert "zero_grad" in vars(optimizer)
     model.eval()
     assert not model.training and not model.module.training
     model.train()
@@ -276,7 +275,7 @@ def test_torch_says_this_when_memory_is_short():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**60)
     for failure in (error.value, torch.OutOfMemoryError("CUDA"), MemoryError()):
-        assert "out of memory: try --micro_batch_size 32" in str(cli.advice(failure, TrainConfig()))
+        assert "out of memory: try a smaller --micro_batch_size" in str(cli.advice(failure, TrainConfig()))
 
 
 def test_what_the_system_says_of_the_most_memory_is_in_units_of_1024_bytes():

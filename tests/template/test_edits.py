@@ -283,6 +283,7 @@ def test_a_backward_pass_mistake_changes_nothing_of_a_run_that_is_resumed(fails_
 
 
 LOSS = "F.cross_entropy(logits, targets)"
+NO_LOSS = "must return, first, a dict with a `loss` that has a gradient: was it detached, or is the whole model frozen?"
 
 
 @pytest.mark.parametrize("options", ["", NO_VALIDATION])
@@ -290,11 +291,11 @@ LOSS = "F.cross_entropy(logits, targets)"
     "values, words",
     [
         (LOSS, "must return, first, a dict of means with one named `loss`"),
-        (f'{{"nll": {LOSS}}}', "must return, first, a dict of means with one named `loss`"),
+        (f'{{"nll": {LOSS}}}', NO_LOSS),
         (f'{{"loss": {LOSS}, "each": logits[:4]}}', "`each` has the shape (4, 10): return its mean"),
         (f'{{"loss": {LOSS}, "name": "text"}}', "`name` is a str, not a number or a tensor of one"),
-        (f'{{"loss": {LOSS}.detach()}}', "`loss` has no gradient: was it detached, or is the whole model frozen?"),
-        (f'{{"loss": {LOSS}.item()}}', "`loss` has no gradient: was it detached, or is the whole model frozen?"),
+        (f'{{"loss": {LOSS}.detach()}}', NO_LOSS),
+        (f'{{"loss": {LOSS}.item()}}', NO_LOSS),
         (f'{{"loss": {LOSS} / 0}}', "`loss` is inf in the first step"),
     ],
 )
