@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TORCHRUN, kill_group, newest, run, run_dir, save_as_of, start, wait_for
+from conftest import REPO, TORCHRUN, interrupt, kill_group, newest, run, run_dir, save_as_of, start, wait_for
 from edits import insert_after, insert_before, replace
+from test_recipes import with_recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -229,3 +230,46 @@ def test_two_gpus_train_like_one_and_are_evaluated(strategy, tmp_path):
     for devices in (1, 2):
         run(f"test.py --out_dir two --devices {devices}", tmp_path)
     run("train.py --resume two --epochs 3 --devices 1, --strategy auto", tmp_path)  # the second GPU alone
+
+
+# ---- recipes: on_device keeps the samples on the device, prefetch copies the next micro-batch on a stream of its own
+
+
+@pytest.fixture(params=["on_device", "prefetch"])
+def recipe(request, tmp_path) -> Path:
+    return with_recipe(request.param, tmp_path / "program")
+
+
+@pytest.mark.parametrize("options", ["", "--micro_batch_size 16"])
+def test_a_step_with_a_recipe_never_waits_for_the_device(options, recipe, tmp_path):
+    (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(recipe)))
+    run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
+
+
+def test_killed_and_resumed_with_a_recipe_is_the_same_run(recipe, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    run(f"{recipe}/{LONG} --micro_batch_size 16", whole)
+    interrupt(f"{recipe}/{LONG} --micro_batch_size 16", killed, kill_group)
+    run(f"{recipe}/train.py --resume auto", killed)
+    torch.testing.assert_close(weights(run_dir(killed)), weights(run_dir(whole)), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("options", ["", "--num_workers 2"])
+def test_a_run_with_prefetch_is_that_without_it(options, tmp_path):
+    """The images are large, so that a copy takes some time: a step that did not wait for it, or a copy to memory that
+    is still read, would change the weights."""
+    with_recipe("prefetch", tmp_path / "with")
+    for name in ("with", "without"):
+        program = insert_before(tmp_path / name, "split", "images = F.interpolate(images, scale_factor=12)")
+        run(f"{program}/{SHORT} --micro_batch_size 16 {options} --out_dir {name}", tmp_path)
+    one, two = (weights(run_dir(tmp_path, name)) for name in ("with", "without"))
+    torch.testing.assert_close(one, two, atol=0, rtol=0)
+
+
+@two_gpus
+def test_each_process_has_the_samples_on_its_own_device(tmp_path):
+    program = with_recipe("on_device", tmp_path / "program")
+    insert_before(program, "loop begins", "print(train_loader.dataset.dataset.images.device, flush=True)")
+    done = run(f"{program}/{SHORT} --devices 2 --strategy ddp", tmp_path)
+    assert {"cuda:0", "cuda:1"} <= set(done.stdout.split())

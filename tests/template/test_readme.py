@@ -16,7 +16,7 @@ from conftest import REPO, call, clean_environment, diffs, edited
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig
 
-PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md"]
+PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]
 DIFFS = diffs("README.md")
