@@ -1,13 +1,15 @@
 """What the core assumes of torch, Fabric, simple_parsing and others without being promised by them. Each test says what
-hangs on it: where a new version breaks one, that place is to be looked at."""
+hangs on it: where a new version breaks one, that place is to be looked at. What only a GPU can show comes last."""
 
 import copy
+import inspect
 import json
 import logging
 import os
 import re
 import socket
 import sys
+import warnings
 import zipfile
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -21,8 +23,10 @@ from conftest import children, run, wait_for
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.strategies import DDPStrategy
-from torch import nn
+from lightning.fabric.strategies import DataParallelStrategy, DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,6 +37,7 @@ from config import ConfigError, TrainConfig
 
 BIN = Path(sys.executable).parent
 FABRIC = Fabric(accelerator="cpu", devices=1)
+PLAIN = launch.PlainMixedPrecision("bf16-mixed", "cpu")
 
 
 @pytest.fixture
@@ -100,6 +105,60 @@ def test_the_gradient_scaler_is_an_attribute_of_fabrics_precision():
     assert MixedPrecision("bf16-mixed", "cpu").scaler is None
 
 
+def test_fabric_refuses_gradients_by_torch_where_a_precision_has_a_backward_of_its_own():
+    """launch.PlainMixedPrecision has that of its base class, so that torch.autograd.grad and Tensor.backward work."""
+    for precision, is_refused in ((MixedPrecision("bf16-mixed", "cpu"), True), (PLAIN, False)):
+        model = Fabric(accelerator="cpu", devices=1, plugins=precision).setup_module(nn.Linear(1, 1))
+        loss = model(torch.ones(1, 1)).sum()
+        with pytest.raises(RuntimeError, match="fabric.backward") if is_refused else nullcontext():
+            torch.autograd.grad(loss, model.weight)
+
+
+def test_a_gradient_scaler_refuses_an_empty_state_which_a_precision_without_one_has():
+    """rundir.restored leaves out an empty state: a run of 32-true goes on in 16-mixed."""
+    assert MixedPrecision("bf16-mixed", "cpu").state_dict() == {}
+    with pytest.raises(RuntimeError, match="empty"):
+        torch.amp.GradScaler("cpu").load_state_dict({})
+
+
+def test_a_gradient_scaler_leaves_a_fused_optimizer_to_skip_a_step(monkeypatch):
+    """So no step of 16-mixed waits for the device. For another optimizer, the scaler would ask the device."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(parameter.sum() * float("inf")).backward()
+    scaler.unscale_(optimizer)
+    monkeypatch.setattr(Tensor, "item", lambda tensor: pytest.fail("waits"))
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.ones(2)) and optimizer.state[parameter]["step"] == 0
+
+
+def test_fabric_compiles_a_compiled_model_again_and_names_its_weights_as_before():
+    """train.py compiles before setup_module. bypass_wrappers calls what Fabric has made: else --compile did nothing.
+    Checkpoints, and test.py, which does not compile, rely on the names."""
+    model = FABRIC.setup_module(torch.compile(nn.Linear(2, 1), dynamic=False))
+    assert isinstance(model._forward_module, torch._dynamo.OptimizedModule)
+    assert model.state_dict().keys() == {"weight", "bias"}
+
+
+def test_fabrics_model_returns_float32_in_mixed_precision():
+    """docs/speed.md: logits that leave the model are float32. In compute_loss, outside the model, is no autocast."""
+    model = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed").setup_module(nn.Linear(2, 1))
+    types = []
+    model.module.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
+    assert model(torch.ones(1, 2)).dtype == torch.float32 and types == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("device, expected", [("cuda", {"non_blocking": True}), ("mps", {}), ("cpu", {})])
+def test_fabric_copies_a_batch_without_a_wait_to_a_gpu_and_with_one_elsewhere(device: str, expected: dict, monkeypatch):
+    """data.Loader and the recipes on_device and prefetch copy by Fabric.to_device. On MPS a copy without a wait would
+    read memory that is freed (pytorch#83015)."""
+    given = []
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, **options: given.append(options) or tensor)
+    FABRIC.strategy.batch_to_device({"images": [torch.ones(1)]}, torch.device(device, 0))
+    assert given == [expected]
+
+
 def test_fabrics_optimizer_shares_the_groups_of_the_one_inside():
     """train sets the learning rate in them, and rundir restores settings in them."""
     _, optimizer = set_up()
@@ -162,6 +221,48 @@ def test_the_timeout_of_the_strategy_is_that_of_the_process_group(monkeypatch):
     assert given["timeout"] == timedelta(seconds=77)
 
 
+def warned(function, is_filtered: bool = False) -> list[str]:
+    """The warnings of a call; or those of them that the programs do not ignore."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if is_filtered:
+            cli.words_of_launcher()
+            launch.build_fabric(TrainConfig(accelerator="cpu", devices="1"))
+            torch.set_flush_denormal(False)
+        function()
+    return [str(warning.message) for warning in found]
+
+
+def test_the_warnings_of_fabric_that_are_ignored_have_these_words(monkeypatch, tmp_path):
+    """launch.build_fabric: it tells itself that 16-mixed and dp need a GPU, and dp has no gradient sync to skip.
+    cli.words_of_launcher: a line on each login node."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup_module(nn.Linear(1, 1))
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(fabric, "_strategy", DataParallelStrategy(parallel_devices=[torch.device("cpu")]))
+    calls = {
+        "fp16 is not supported on CPU": lambda: Fabric(accelerator="cpu", devices=1, precision="16-mixed"),
+        "'dp' is not supported on CPU": lambda: Fabric(accelerator="cpu", devices=2, strategy="dp"),
+        "not support skipping the gradient sync": lambda: fabric.no_backward_sync(model),
+        "The `srun` command is available": SLURMEnvironment.detect,
+    }
+    for words, call in calls.items():
+        assert any(words in message for message in warned(call)), words
+        assert [message for message in warned(call, is_filtered=True) if words in message] == []
+
+
+def test_nccl_ends_a_process_whose_collective_times_out():
+    """launch.ResumableDDP gives NCCL 60 seconds more than --timeout, so that StopSignals can say first what has
+    happened. In both modes, NCCL's default and that of torchrun, a timeout tears the process down."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    text = header.read_text()
+    assert "(3 - SkipCleanUp)" in text and "SkipCleanUp = 3" in text and "TearDown = 1" in text
+    assert "#define SHOULD_TEAR_DOWN(a) (a != NoHandling && a != CleanUpOnly)" in text
+    torchrun = " ".join(inspect.getsource(local_elastic_agent).split())
+    assert 'os.getenv( "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(1) )' in torchrun
+
+
 # ---- DDP
 
 
@@ -192,6 +293,25 @@ def test_ddp_orders_its_buckets_once(is_ordered: bool, expected: str, group):
     assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == expected
 
 
+def test_ddp_keeps_its_gradients_in_its_buckets_after_they_were_set_to_none(group):
+    """utils.bypass_wrappers sets them to None. DDP would else copy each gradient in each step."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=True)
+    addresses = []
+    for _ in range(3):
+        ddp(torch.ones(1, 2)).sum().backward()
+        addresses.append([parameter.grad.data_ptr() for parameter in ddp.parameters()])
+        for parameter in ddp.parameters():
+            parameter.grad = None
+    assert addresses[1] == addresses[2]
+
+
+def test_ddp_says_this_of_a_model_without_parameters_to_train(group):
+    """cli.HINTS has these words; the hint needs the place in the code, too."""
+    with pytest.raises(RuntimeError) as error:
+        DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))
+    assert "a frozen model" in str(cli.advice(error.value, TrainConfig(), "\n  File train.py\n    setup_module(x)"))
+
+
 def test_ddp_says_this_of_parameters_without_a_gradient(group):
     """cli.HINTS has these words."""
     ddp = DistributedDataParallel(nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1)}))
@@ -220,6 +340,45 @@ def test_the_default_generator_is_that_of_manual_seed():
     torch.default_generator.manual_seed(7)
     assert torch.equal(torch.rand(3), expected)
     assert isinstance(torch.cuda.default_generators, tuple)
+
+
+def test_a_class_index_that_is_too_large_is_named_so():
+    """cli.HINTS has these words, of the CPU; a GPU ends with an assertion of a kernel."""
+    with pytest.raises(IndexError) as error:
+        nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([3]))
+    assert "a class index must be" in str(cli.advice(error.value, TrainConfig(), "\n  File train.py\n    loss = x"))
+
+
+def test_the_flags_of_a_gpu_are_those_that_torch_reads():
+    """launch.prepare_device sets them. An attribute that torch no longer had would be set all the same."""
+    flags = torch.backends.cudnn
+    before = flags.deterministic, flags.benchmark, torch.get_float32_matmul_precision()
+    for value in (True, False):
+        flags.deterministic = flags.benchmark = value
+        assert torch._C._get_cudnn_deterministic() == torch._C._get_cudnn_benchmark() == value
+    torch.set_float32_matmul_precision("high")
+    assert torch.backends.cuda.matmul.allow_tf32 and flags.allow_tf32  # convolutions have it by default
+    flags.deterministic, flags.benchmark = before[:2]
+    torch.set_float32_matmul_precision(before[2])
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86")
+def test_denormal_numbers_can_be_flushed():
+    """launch.prepare_device asks for it; where it cannot be, torch returns False and says nothing."""
+    assert torch.set_flush_denormal(True)
+    assert torch.tensor(1e-39) * 1 == 0
+    assert torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_tensor_of_a_mapped_file_stays_in_the_file(mmap: bool, tmp_path):
+    """rundir.restore maps a checkpoint for a GPU, to which the tensors are copied. On a CPU the state itself would be
+    backed by a file that a later save may delete."""
+    path = tmp_path / "saved"
+    torch.save(torch.ones(100_000), path)
+    loaded = torch.load(path, "cpu", mmap=mmap, weights_only=True)
+    assert (str(path) in Path("/proc/self/maps").read_text()) == mmap
+    assert loaded.sum() == 100_000
 
 
 def test_the_state_of_an_optimizer_is_matched_by_position():
@@ -375,19 +534,52 @@ FABRIC_RUN = "fabric run --accelerator cpu --devices 1 --num-nodes 1 --strategy 
 OF_FABRIC = {"LT_ACCELERATOR": "cpu", "LT_DEVICES": "1", "LT_NUM_NODES": "1", "LT_STRATEGY": "ddp"}
 OF_FABRIC |= {"LT_PRECISION": "64-true", "LT_CLI_USED": "1"}
 OF_TORCHRUN = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+OF_TORCHRUN |= {"TORCHELASTIC_MAX_RESTARTS": "0"}
+RESTARTS = OF_TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
 @pytest.mark.parametrize(
     "launcher, expected",
-    [(FABRIC_RUN, OF_TORCHRUN | OF_FABRIC), ("torchrun --nproc_per_node 1", OF_TORCHRUN)],
+    [
+        (FABRIC_RUN, OF_TORCHRUN | OF_FABRIC),
+        ("torchrun --nproc_per_node 1", OF_TORCHRUN),
+        ("torchrun --nproc_per_node 1 --max-restarts 3", RESTARTS),
+    ],
 )
 def test_launchers_set_these_variables(launcher: str, expected: dict, tmp_path):
-    """cli.words_of_launcher reads the devices of them, cli.end the rank, and cli.die_with_launcher whether it is
-    torchrun."""
+    """cli.words_of_launcher reads the devices and the restarts of them, cli.end the rank, and cli.die_with_launcher
+    whether it is torchrun."""
     (tmp_path / "tells.py").write_text(TELLS)
     found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path).stdout)
     assert {name: found.get(name) for name in expected} == expected
     assert found["TORCHELASTIC_RUN_ID"]
+
+
+def test_torchrun_asks_for_this_variable_before_it_shares_its_store():
+    """cli.words_of_launcher wants it for --max-restarts: with a shared store (torch 2.13), a process that starts again
+    may read the address of a dead one. Where torch asks no more, see whether restarts still hang without it."""
+    source = inspect.getsource(dynamic_rendezvous)
+    assert 'os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")' in source
+
+
+TELLS_EACH = """
+import os
+from lightning.fabric import Fabric
+Fabric(accelerator="cpu", devices=2, strategy="ddp").launch()
+names = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+print("told", *(os.environ.get(name) for name in names), flush=True)
+"""
+
+
+def test_fabric_tells_the_processes_that_it_starts_their_local_rank(tmp_path):
+    """cli.is_local_zero and cli.end read it, launch.launch the number of processes. By it a process knows, too, that
+    it has a launcher to die with; the first one has none before the launch."""
+    (tmp_path / "tells.py").write_text(TELLS_EACH)
+    printed = run(f"{tmp_path}/tells.py", tmp_path).stdout
+    assert sorted(line for line in printed.splitlines() if line.startswith("told")) == [
+        "told 0 None 2 None",
+        "told 1 None 2 None",
+    ]
 
 
 def test_fabric_connects_the_ranks_at_once_where_its_command_has_started_them(monkeypatch):
@@ -453,3 +645,144 @@ def test_simple_parsing_keeps_what_a_field_says_of_its_arguments():
     """cli.parse sees there whether an option may be given without a value."""
     options = TrainConfig.__dataclass_fields__
     assert [name for name, option in options.items() if "nargs" in str(option.metadata)] == ["compile", "fast_run"]
+
+
+# ---- what only a GPU can show
+
+
+def on_gpu(test):
+    """Marks a test that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@pytest.fixture
+def no_waiting():
+    """Whatever waits for the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def keep_busy(milliseconds: int = 200):
+    """Gives the device something to do; returns at once."""
+    torch.cuda._sleep(1_000_000 * milliseconds)  # cycles of at least 1 GHz
+
+
+@on_gpu
+def test_the_generators_of_the_gpus_are_there_once_one_is_used():
+    """data.seeder seeds them: once a model or samples were moved, they are there, and are those of manual_seed."""
+    device = torch.zeros(1, device="cuda").device
+    assert len(torch.cuda.default_generators) == torch.cuda.device_count()
+    torch.cuda.manual_seed(7)
+    expected = torch.rand(3, device=device)
+    torch.cuda.default_generators[device.index].manual_seed(7)
+    assert torch.equal(torch.rand(3, device=device), expected)
+
+
+@on_gpu
+def test_to_seed_a_gpu_does_not_wait_for_it(no_waiting):
+    """data.seeder seeds it before each micro-batch."""
+    torch.cuda.default_generators[0].manual_seed(7)
+
+
+@on_gpu
+def test_a_copy_from_pinned_memory_does_not_wait_and_any_other_does():
+    """data.Loader pins the batches, the recipe on_device the indices; both copy by Fabric.to_device, which says
+    non_blocking."""
+    pinned = torch.ones(10_000_000).pin_memory()
+    target = torch.empty_like(pinned, device="cuda")
+    keep_busy()
+    begun = torch.cuda.Event()
+    begun.record()
+    target.copy_(pinned, non_blocking=True)
+    assert not begun.query()
+    target.copy_(torch.ones(10_000_000))
+    assert begun.query()
+
+
+@on_gpu
+def test_pinned_memory_is_not_used_again_before_it_was_copied():
+    """data.Loader and the recipe on_device drop a pinned tensor while its copy is still in the queue."""
+    keep_busy()
+    copies = []
+    for number in range(100):
+        copies.append(torch.full((64,), number).pin_memory().to("cuda", non_blocking=True))
+    assert [int(copied[0]) for copied in copies] == list(range(100))
+
+
+@on_gpu
+def test_memory_of_a_stream_is_used_again_by_that_stream_alone():
+    """The recipe prefetch lets its stream wait before it allocates, and needs no record_stream."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        address = torch.empty(100_000, device="cuda").data_ptr()  # is freed
+    assert torch.empty(100_000, device="cuda").data_ptr() != address
+    with torch.cuda.stream(stream):
+        assert torch.empty(100_000, device="cuda").data_ptr() == address
+
+
+@on_gpu
+def test_synchronize_of_the_accelerator_waits_for_all_streams():
+    """utils.Timer: without it, samples_per_second would be those that Python has queued."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        keep_busy()
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query()
+    torch.accelerator.synchronize(torch.device("cuda", torch.cuda.current_device()))
+    assert done.query()
+
+
+@on_gpu
+def test_tf32_is_supported_from_ampere_on():
+    """train.header says so of float32 products."""
+    assert torch.cuda.is_tf32_supported() == (torch.cuda.get_device_capability() >= (8, 0))
+
+
+@on_gpu
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_the_step_of_a_fused_optimizer_is_on_the_gpu(is_loaded: bool):
+    """Also after the state was loaded from a checkpoint on the CPU, as rundir does: else each step would wait."""
+    parameter = nn.Parameter(torch.zeros(2, device="cuda"))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if is_loaded:
+        saved = optimizer.state_dict()
+        on_cpu = {name: value.cpu() for name, value in saved["state"][0].items()}
+        optimizer.load_state_dict(saved | {"state": {0: on_cpu}})
+    assert {value.device.type for value in optimizer.state[parameter].values()} == {"cuda"}
+
+
+@on_gpu
+def test_to_clip_gradients_does_not_wait(no_waiting):
+    """utils.clip_gradients, by functions of torch; a norm that torch compared on the host would wait."""
+    parameter = nn.Parameter(torch.ones(2, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    assert utils.clip_gradients(torch.optim.AdamW([parameter], fused=True), 1.0).is_cuda
+
+
+@on_gpu
+def test_fabrics_mixed_precision_has_a_scaler_for_the_gpu():
+    """launch.build_fabric makes a PlainMixedPrecision of its name and its device."""
+    precision = Fabric(accelerator="cuda", devices=1, precision="16-mixed").strategy.precision
+    assert (type(precision), precision.device) == (MixedPrecision, "cuda")
+    assert isinstance(launch.PlainMixedPrecision(precision.precision, precision.device).scaler, torch.amp.GradScaler)
+
+
+@on_gpu
+def test_nccl_and_gloo_stand_side_by_side_and_ddp_orders_its_buckets_on_a_gpu():
+    """launch.order_buckets, whose private names get None for a batch; launch.StopSignals and rundir.RunDir, whose
+    groups carry tensors of the CPU beside NCCL."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        ddp = DistributedDataParallel(Backwards().cuda(), [0], bucket_cap_mb=0.1, gradient_as_bucket_view=True)
+        launch.order_buckets(ddp)
+        ddp(torch.randn(2, 300, device="cuda")).sum().backward()
+        assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == "5 4, 3 2, 1 0"
+        values = torch.ones(2)
+        dist.all_reduce(values, group=dist.new_group(backend="gloo"))
+        assert values.tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()
