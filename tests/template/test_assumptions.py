@@ -23,7 +23,7 @@ from conftest import children, run, wait_for
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.strategies import DataParallelStrategy, DDPStrategy
+from lightning.fabric.strategies import DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -645,6 +645,28 @@ def test_simple_parsing_keeps_what_a_field_says_of_its_arguments():
     """cli.parse sees there whether an option may be given without a value."""
     options = TrainConfig.__dataclass_fields__
     assert [name for name, option in options.items() if "nargs" in str(option.metadata)] == ["compile", "fast_run"]
+
+
+# ---- recipes
+
+
+def test_the_number_of_shards_is_an_attribute_of_fabrics_strategy():
+    """sharded.patch sets it to the number of all processes, which it does not know before; Fabric would shard over the
+    machines."""
+    assert ModelParallelStrategy(lambda model, mesh: model, data_parallel_size=3)._data_parallel_size == 3
+
+
+@pytest.mark.recipes
+def test_optuna_gives_a_trial_by_its_number_in_the_storage():
+    """recipes/sweep.py marks by it a trial that a sweep has left alone, and lets its point wait again."""
+    optuna = pytest.importorskip("optuna")
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.5})
+    study.ask()
+    (left,) = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+    assert left.system_attrs["fixed_params"] == {"x": 0.5}
+    optuna.trial.Trial(study, left._trial_id).set_user_attr("is_left", True)
+    assert study.get_trials()[0].user_attrs == {"is_left": True}
 
 
 # ---- what only a GPU can show
