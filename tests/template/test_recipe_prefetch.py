@@ -105,7 +105,8 @@ def test_each_batch_comes_once_in_order(count: int, program: Path, monkeypatch):
 # ---- runs: the loader is one micro-batch ahead, and the bits are the same
 
 
-def test_without_a_gpu_it_does_nothing(program: Path, tmp_path: Path, monkeypatch):
+def test_without_a_gpu_no_stream_is_made(program: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: pytest.fail("a stream"))
     call(f"{program}/{LONG} --max_steps 4", tmp_path)
 
 
