@@ -370,15 +370,23 @@ def test_denormal_numbers_can_be_flushed():
     assert torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_tensor_of_a_mapped_file_stays_in_the_file(mmap: bool, tmp_path):
-    """rundir.restore maps a checkpoint for a GPU, to which the tensors are copied. On a CPU the state itself would be
-    backed by a file that a later save may delete."""
+@pytest.mark.parametrize("is_cloned", [False, True])
+def test_a_tensor_of_a_mapped_file_stays_in_the_file_unless_map_location_clones_it(is_cloned: bool, tmp_path):
+    """rundir.RunDir.place clones each storage: the state would else be backed by a file that a later save may delete.
+    It is told where the storage was when it was saved."""
     path = tmp_path / "saved"
-    torch.save(torch.ones(100_000), path)
-    loaded = torch.load(path, "cpu", mmap=mmap, weights_only=True)
-    assert (str(path) in Path("/proc/self/maps").read_text()) == mmap
-    assert loaded.sum() == 100_000
+    tensor = torch.ones(100_000)
+    torch.save([tensor, tensor[:5], torch.zeros(2)], path)
+    locations = []
+
+    def place(storage, location: str):
+        locations.append(location)
+        return storage.clone() if is_cloned else storage
+
+    loaded = torch.load(path, place, mmap=True, weights_only=True)
+    assert (str(path) not in Path("/proc/self/maps").read_text()) == is_cloned
+    assert locations == ["cpu"] * 2 and loaded[0].sum() == 100_000
+    assert loaded[1].data_ptr() == loaded[0].data_ptr()  # a storage that tensors share is there once
 
 
 def test_the_state_of_an_optimizer_is_matched_by_position():
@@ -405,7 +413,7 @@ def test_an_optimizer_that_loads_its_own_state_puts_the_steps_of_a_fused_one_in_
 
 
 def test_a_file_of_torch_save_is_a_zip_file_with_checksums(tmp_path):
-    """rundir.load_meta tells a damaged checkpoint by them, and reads the rest on the meta device, without memory."""
+    """rundir.is_whole tells a damaged checkpoint by them. load_meta reads on the meta device, without memory."""
     path = tmp_path / "saved"
     torch.save({"weights": torch.ones(1000), "step": 3}, path)
     assert zipfile.ZipFile(path).testzip() is None
