@@ -666,15 +666,14 @@ def test_the_number_of_shards_is_an_attribute_of_fabrics_strategy():
 
 @pytest.mark.recipes
 def test_optuna_gives_a_trial_by_its_number_in_the_storage():
-    """recipes/sweep.py marks by it a trial that a sweep has left alone, and lets its point wait again."""
+    """recipes/sweep.py goes on with a trial that another process, which has ended, has begun."""
     optuna = pytest.importorskip("optuna")
     study = optuna.create_study()
-    study.enqueue_trial({"x": 0.5})
-    study.ask()
-    (left,) = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
-    assert left.system_attrs["fixed_params"] == {"x": 0.5}
-    optuna.trial.Trial(study, left._trial_id).set_user_attr("is_left", True)
-    assert study.get_trials()[0].user_attrs == {"is_left": True}
+    study.ask().suggest_float("x", 0, 1)
+    (frozen,) = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+    trial = optuna.trial.Trial(study, frozen._trial_id)
+    trial.set_user_attr("is_left", True)
+    assert trial.params == frozen.params and study.get_trials()[0].user_attrs == {"is_left": True}
 
 
 # ---- what only a GPU can show
