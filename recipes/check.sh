@@ -1,6 +1,7 @@
 #!/bin/bash
-# Says which of recipes/*.patch still apply to the code as it is, and why others do not; in brackets how many files a
-# recipe changes, and how many lines it adds and removes there (not in model.py). Exits with how many do not apply.
+# Says which of recipes/*.patch and benchmarks/*.patch still apply to the code as it is, and why others do not; in
+# brackets how many files a recipe changes, and how many lines it adds and removes there (not in model.py). Exits with
+# how many do not apply.
 #   recipes/check.sh
 #   recipes/check.sh --write    # also writes those that apply anew, with the line numbers and lines of today
 # To mend another: apply it with `git apply --reject`, make the rejected change by hand, and put `git diff -U1` below
@@ -12,7 +13,8 @@ cp -- *.py "$copy"
 in_copy() { git -C "$copy" -c user.name=recipes -c user.email= "$@"; }
 in_copy init --quiet && in_copy add --all && in_copy commit --quiet --message "the code as it is"
 
-for recipe in recipes/*.patch; do
+shopt -s nullglob # benchmarks/ may have been deleted
+for recipe in recipes/*.patch benchmarks/*.patch; do
     if ! in_copy apply --index "$PWD/$recipe"; then
         echo "FAILS:   $recipe"
         failed=$((failed + 1))

@@ -17,14 +17,19 @@ from conftest import ON_2, REPO, SMALL, call, history, run, run_dir
 from edits import copy_programs, replace
 
 RECIPES = REPO / "recipes"
+PATCHES = sorted([*RECIPES.glob("*.patch"), *REPO.glob("benchmarks/*.patch")])
+
+
+def with_patch(patch: Path, folder: Path) -> Path:
+    """A copy of the programs in `folder`, with the patch applied."""
+    copy_programs(folder)
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
+    subprocess.run(["git", "apply", patch], cwd=folder, env=outside, check=True)
+    return folder
 
 
 def with_recipe(name: str, folder: Path) -> Path:
-    """A copy of the programs in `folder`, with the recipe applied."""
-    copy_programs(folder)
-    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
-    subprocess.run(["git", "apply", RECIPES / f"{name}.patch"], cwd=folder, env=outside, check=True)
-    return folder
+    return with_patch(RECIPES / f"{name}.patch", folder)
 
 
 def imported(program: Path, name: str) -> ModuleType:
@@ -191,9 +196,9 @@ def test_idle_gpus_needs_nvidia_smi(tmp_path: Path):
 # ---- check.sh, style
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.patch")))
-def test_a_recipe_leaves_the_style_as_it_is(name: str, tmp_path: Path):
-    program = with_recipe(name, tmp_path)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_leaves_the_style_as_it_is(patch: Path, tmp_path: Path):
+    program = with_patch(patch, tmp_path)
     shutil.copy(REPO / "pyproject.toml", program)
     ruff = Path(sys.executable).parent / "ruff"
     for command in ("check", "format --check"):
