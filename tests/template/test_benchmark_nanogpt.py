@@ -26,7 +26,7 @@ from conftest import (
 from test_recipes import imported, imported_train, with_patch
 
 PATCH = REPO / "benchmarks" / "nanogpt.patch"
-PAGE = REPO / "benchmarks" / "nanogpt.md"
+PAGES = (REPO / "benchmarks" / "nanogpt.md", REPO / "benchmarks" / "README.md")
 DATA = "data/shakespeare_char"
 MODEL = '''
 from dataclasses import dataclass
@@ -86,10 +86,11 @@ def options(program: Path, text: Path) -> str:
 # ---- the patch and its page
 
 
-def test_check_knows_the_patch_and_the_page_counts_its_lines_as_check_does():
+def test_check_knows_the_patch_and_the_pages_count_its_lines_as_check_does():
     checked = run("recipes/check.sh", REPO).stdout
     files, lines = re.search(r"applies: benchmarks/nanogpt.patch  \((\d+) files, (\d+) lines\)", checked).groups()
-    assert f"{lines} lines in {files} files" in " ".join(PAGE.read_text().split())
+    for page in PAGES:
+        assert f"{lines} lines in {files} files" in " ".join(page.read_text().split())
 
 
 def test_the_diff_of_the_page_is_the_patch(tmp_path: Path):
