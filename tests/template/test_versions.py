@@ -23,7 +23,10 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = {canonicalize_name(Requirement(line).name): Requirement(line) for line in PROJECT["dependencies"]}
 EXTRAS = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
 RANGES = DEPENDENCIES | {canonicalize_name(range_.name): range_ for range_ in EXTRAS}
-PINNED = re.findall(r"^([\w-]+)==(\S+)$", (REPO / "requirements.txt").read_text(), re.MULTILINE)
+REQUIREMENTS = (REPO / "requirements.txt").read_text()
+PINNED = re.findall(
+    r"^([\w-]+)==(\S+)$", REQUIREMENTS + (REPO / "requirements-dev.txt").read_text(), re.MULTILINE
+)
 TESTED = {canonicalize_name(name): Version(number) for name, number in PINNED}
 CORE = sorted(REPO.glob("*.py"))
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
@@ -38,8 +41,10 @@ def imports(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_both_files_name_the_same_packages():
+def test_the_files_name_the_same_packages():
     assert RANGES.keys() == TESTED.keys()
+    needed = {canonicalize_name(name) for name in re.findall(r"^([\w-]+)==", REQUIREMENTS, re.MULTILINE)}
+    assert needed == DEPENDENCIES.keys() | {"wandb"}
 
 
 @pytest.mark.parametrize("name", TESTED)

@@ -41,10 +41,10 @@ PYTHON
 import platform, re, sys
 from importlib.metadata import version
 
-tested = dict(re.findall(r"^([\w-]+)==(\S+)", open("requirements.txt").read(), re.MULTILINE))
+tested = dict(re.findall(r"^([\w-]+)==(\S+)", open("requirements.txt").read() + open("requirements-dev.txt").read(), re.MULTILINE))
 print(f"Python {platform.python_version()}")
 for name in re.findall(r"^[\w-]+", open(sys.argv[1]).read(), re.MULTILINE):
     found, expected = version(name), tested.get(name)
-    print(f"{name}=={found}" + (f"  # requirements.txt has {expected}" if expected not in (None, found.split("+")[0]) else ""))
+    print(f"{name}=={found}" + (f"  # tested: {expected}" if expected not in (None, found.split("+")[0]) else ""))
 PYTHON
 PYTHONDONTWRITEBYTECODE=1 "$venv/bin/python" -m pytest -n 3 --dist loadfile "$@"
