@@ -1,10 +1,16 @@
 """recipes/sharded.patch: weights, gradients and optimizer spread over the processes (FSDP2, here on CPUs)."""
 
+import io
 import json
+import os
+import pickle
 import signal
+import types
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import (
     assert_same_run,
     assert_same_training,
@@ -16,6 +22,7 @@ from conftest import (
     newest,
     run,
     run_dir,
+    truncate,
     weights,
 )
 from edits import insert_after, replace
@@ -137,3 +144,274 @@ def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
 def test_the_core_says_where_sharding_is(tmp_path: Path):
     for strategy in ("model_parallel", "fsdp"):
         assert "recipes/README.md" in call(f"train.py --strategy {strategy}", tmp_path, code=2).stderr
+
+
+# ---- how the model is built
+
+# With each process a model of a module that is written beside the program: `python build.py MODEL DEVICES`.
+BUILD = """
+import re, sys
+import torch
+import launch, models, sharded
+from config import TrainConfig
+
+def megabytes(key):
+    with open("/proc/self/status") as file:
+        return int(re.search(key + r":\\s+(\\d+)", file.read())[1]) / 1024
+
+name, devices = sys.argv[1:]
+if name != "large":
+    sharded.LARGE_BYTES = sharded.WHOLE_BYTES = 0
+fabric = launch.build_fabric(TrainConfig(accelerator="cpu", devices=devices, strategy="model_parallel"))
+fabric.launch()
+before = megabytes("VmRSS")
+torch.manual_seed(0)
+model = sharded.build(fabric, getattr(models, name))
+model = fabric.setup_module(model)
+with open(f"{fabric.global_rank}.peak", "w") as file:
+    file.write(str(megabytes("VmHWM") - before))
+fabric.barrier()
+if name != "large":
+    values = sharded.gather(dict(sharded.tensors_of(model.module)) | {"table": model.module.table}, True)
+    torch.save([values, torch.rand(3)], f"{fabric.global_rank}.pt")
+"""
+
+# What constructors do beside `reset_parameters`.
+MODELS = """
+import numpy as np
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 3)
+        self.norm = nn.LayerNorm(24)
+        self.mlp = nn.Sequential(nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 24))
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(31, 24, padding_idx=3)
+        self.head = nn.Embedding(31, 24)
+        self.head.weight = self.tokens.weight  # tied
+        self.position = nn.Parameter(torch.zeros(1, 7, 24))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.BatchNorm2d(5)
+        self.rates = nn.Parameter(torch.tensor(torch.linspace(0.1, 1, 24).tolist()))
+        self.given = nn.Parameter(torch.from_numpy(np.arange(12.0)) * torch.rand(12))
+        self.register_buffer("mask", torch.ones(7, 7).tril().view(1, 7, 7), persistent=False)
+        self.table = torch.arange(9).numpy()[::2].copy()
+        nn.init.trunc_normal_(self.position, std=0.02)
+        self.apply(self.initialize)
+        for block in self.blocks:
+            nn.init.orthogonal_(block.mlp[0].weight)
+        with torch.no_grad():
+            self.blocks[0].mlp[2].weight /= 6**0.5
+            self.blocks[1].mlp[2].weight[3:5, ::2].fill_(0.5)
+            self.blocks[2].mlp[2].weight.copy_(self.blocks[1].mlp[2].weight + torch.randn(24, 96))
+        if self.position.abs().max() > 1:
+            raise ValueError
+
+    def initialize(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+class Large(nn.Module):  # 32 parts of 16 MB, initialized twice, like many a transformer
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(32)])
+        for part in self.layers:
+            nn.init.normal_(part.weight, std=0.02)
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(13, 8)
+        self.head = nn.Linear(8, 13)
+        self.head.weight = self.tokens.weight
+
+def custom():
+    return Custom()
+
+def large():
+    return Large()
+
+def tied():
+    return Tied()
+"""
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory) -> Path:
+    """The recipe, with a script that builds a model of MODELS."""
+    program = with_recipe("sharded", tmp_path_factory.mktemp("builder"))
+    (program / "build.py").write_text(BUILD)
+    (program / "models.py").write_text(MODELS)
+    return program
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_any_constructor_gives_the_weights_that_it_gives_without_shards(builder: Path, devices: int, tmp_path: Path):
+    """In each bit, and the random numbers after it are the same, too; with no more than a tensor whole at a time."""
+    models = types.ModuleType("models")
+    exec(MODELS, vars(models))
+    torch.manual_seed(0)
+    model = models.custom()
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    following = torch.rand(3)
+    run(f"{builder}/build.py custom {devices}", tmp_path)
+    for rank in range(devices):
+        values, random = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert values.pop("table").tolist() == model.table.tolist()
+        torch.testing.assert_close(values, expected, atol=0, rtol=0)
+        assert torch.equal(random, following)
+
+
+def test_no_process_holds_the_whole_model(builder: Path, tmp_path: Path):
+    """Of 512 MB each of 4 processes has 128, beside WHOLE_BYTES and the part in use."""
+    run(f"{builder}/build.py large 4", tmp_path)
+    peaks = [float(path.read_text()) for path in tmp_path.glob("*.peak")]
+    assert len(peaks) == 4 and 128 < max(peaks) < 0.75 * 512
+
+
+def test_parameters_that_sharding_would_untie_are_named(builder: Path, tmp_path: Path):
+    error = run(f"{builder}/build.py tied 1", tmp_path, code=1).stderr
+    assert "RunError: head.weight: tied to a parameter of another part" in error
+
+
+# ---- checkpoints in shards
+
+IN_SHARDS = "--strategy model_parallel --sharded_checkpoint"
+
+
+def shards_of(cwd: Path) -> list[int]:
+    """The steps of the directories with shards."""
+    return sorted(int(path.name[7:]) for path in run_dir(cwd).glob("checkpoints/shards-*"))
+
+
+def newest_checkpoint(cwd: Path) -> Path:
+    return max(run_dir(cwd).glob("checkpoints/step-*.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def killed_in_shards(program: Path, tmp_path_factory) -> Path:
+    """Where a run of two processes, which saves in shards, was killed in the middle of an epoch."""
+    cwd = tmp_path_factory.mktemp("killed_in_shards")
+    command = f"{program}/{RUN} {IN_SHARDS} --devices 2"
+    assert interrupt(command, cwd, kill_group, after=2).returncode == -signal.SIGKILL
+    return cwd
+
+
+def test_in_shards_killed_and_resumed_is_the_same_run(program: Path, whole: Path, killed_in_shards: Path, tmp_path):
+    """As one with whole checkpoints that was never interrupted. Shards that a kill has left incomplete are replaced,
+    and those that no checkpoint needs are deleted."""
+    cwd = copied(killed_in_shards, tmp_path)
+    for step in (newest(cwd) + 2, 1):
+        folder = run_dir(cwd) / "checkpoints" / f"shards-{step:08d}"
+        folder.mkdir(exist_ok=True)
+        (folder / ".metadata").write_bytes(b"incomplete")
+    done = run(f"{program}/train.py --resume auto", cwd)
+    assert "existing checkpoint" not in done.stderr
+    assert_same_run(cwd, whole)
+    assert shards_of(cwd) == [12, 14, 16]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_in_shards_the_same_on_other_numbers_of_processes(program: Path, alone: Path, devices: int, tmp_path: Path):
+    left_alone, killed = tmp_path / "left_alone", tmp_path / "killed"
+    left_alone.mkdir(), killed.mkdir()
+    command = f"{program}/{RUN} {IN_SHARDS} --devices {devices}"
+    run(command, left_alone)
+    assert interrupt(command, killed, kill_group, after=0).returncode == -signal.SIGKILL
+    run(f"{program}/train.py --resume auto", killed)
+    assert_same_run(killed, left_alone)
+    assert_same_training(killed, alone)
+
+
+@pytest.mark.parametrize("devices", [ON_1, "--devices 1", "--devices 4", "--sharded_checkpoint False"])
+def test_in_shards_goes_on_elsewhere(program: Path, alone: Path, killed_in_shards: Path, devices: str, tmp_path: Path):
+    """Without shards, with other numbers of them, and with whole checkpoints."""
+    cwd = copied(killed_in_shards, tmp_path)
+    how = call if devices == ON_1 else run
+    how(f"{program}/train.py --resume auto {devices}", cwd)
+    assert_same_training(cwd, alone)
+
+
+def test_in_shards_the_best_one_stays_and_is_evaluated(program: Path, tmp_path: Path):
+    """The best one is of step 8, and long pruned by then."""
+    options = "--monitor val/loss --monitor_mode max --num_checkpoint_keep 1 --devices 2"
+    reports = []
+    for name, how_to_save in (("whole", "--strategy model_parallel"), ("shards", IN_SHARDS)):
+        cwd = tmp_path / name
+        cwd.mkdir()
+        run(f"{program}/{RUN} {options} {how_to_save}", cwd)
+        call(f"{program}/test.py --out_dir train_out --accelerator cpu", cwd)
+        reports.append(json.loads((run_dir(cwd) / "test_test_best.json").read_text()))
+    assert shards_of(cwd) == [8, 16]
+    run(f"{program}/test.py --out_dir train_out --accelerator cpu {SHARDED}", cwd)
+    reports.append(json.loads((run_dir(cwd) / "test_test_best.json").read_text()))
+    for report in reports:
+        assert report["step"] == 8
+        assert report["loss"] == pytest.approx(reports[0]["loss"], abs=1e-5)
+    assert_same_run(tmp_path / "whole", cwd)
+
+
+def flip(path: Path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+def test_a_damaged_shard_is_named_and_skipped(program: Path, alone: Path, killed_in_shards: Path, damage, tmp_path):
+    cwd = copied(killed_in_shards, tmp_path)
+    damaged = newest_checkpoint(cwd)
+    damage(damaged.parent / f"shards-{newest(cwd):08d}" / "__1_0.distcp")
+    done = call(f"{program}/train.py --resume auto {ON_1}", cwd)
+    assert f"{damaged.name}: it is damaged" in done.stderr
+    assert f"resumed from {run_dir(cwd).name}/checkpoints/step-{int(damaged.stem[5:]) - 2:08d}" in done.stdout
+    assert_same_training(cwd, alone)
+
+
+class Forged:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def forged(marker: Path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(Forged(marker), buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("place", ["file", "metadata", "shard"])
+def test_forged_shards_run_no_code(program: Path, killed_in_shards: Path, place: str, tmp_path: Path):
+    """The file is taken for a damaged one. `.metadata` is not read. A shard whose checksum was forged, too, is refused
+    by what reads it."""
+    cwd = copied(killed_in_shards, tmp_path)
+    path, marker = newest_checkpoint(cwd), tmp_path / "marker"
+    folder = path.parent / f"shards-{newest(cwd):08d}"
+    if place == "file":
+        path.write_bytes(forged(marker))
+    elif place == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Forged(marker)))  # as torch.distributed.checkpoint writes it
+    else:
+        saved = torch.load(path, weights_only=True)
+        (folder / "__0_0.distcp").write_bytes(forged(marker))
+        saved["shards"]["files"]["__0_0.distcp"] = zlib.crc32(forged(marker))
+        for parts in saved["shards"]["places"].values():
+            parts[:] = [(*part[:3], 0, len(forged(marker))) for part in parts]
+        torch.save(saved, path)
+    done = call(f"{program}/train.py --resume auto {ON_1}", cwd, code=1 if place == "shard" else 0)
+    assert not marker.exists()
+    assert ("it is damaged" in done.stderr) == (place == "file")
+    assert ("cannot be read: rank 0: UnpicklingError" in done.stderr) == (place == "shard")
+    torch.load(io.BytesIO(forged(marker)), weights_only=False)
+    assert marker.exists()  # what was forged does run code elsewhere

@@ -24,9 +24,7 @@ DEPENDENCIES = {canonicalize_name(Requirement(line).name): Requirement(line) for
 EXTRAS = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
 RANGES = DEPENDENCIES | {canonicalize_name(range_.name): range_ for range_ in EXTRAS}
 REQUIREMENTS = (REPO / "requirements.txt").read_text()
-PINNED = re.findall(
-    r"^([\w-]+)==(\S+)$", REQUIREMENTS + (REPO / "requirements-dev.txt").read_text(), re.MULTILINE
-)
+PINNED = re.findall(r"^([\w-]+)==(\S+)$", REQUIREMENTS + (REPO / "requirements-dev.txt").read_text(), re.MULTILINE)
 TESTED = {canonicalize_name(name): Version(number) for name, number in PINNED}
 CORE = sorted(REPO.glob("*.py"))
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
