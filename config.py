@@ -174,9 +174,10 @@ def problems(config: MachineConfig) -> list:
     if "://" in config.root_dir:
         found.append(f"--root_dir {config.root_dir}: must be a directory, not a URL")
     if not re.fullmatch(STRATEGY_PATTERN, config.strategy):
-        names = "auto, ddp, dp, ddp_find_unused_parameters_true"
-        recipe = "model_parallel (sharded models, FSDP2) is a recipe, see recipes/README.md"
-        found.append(f"--strategy {config.strategy}: choose from {names}; {recipe}")
+        found.append(
+            f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
+            "model_parallel (sharded models, FSDP2) is a recipe, see recipes/README.md"
+        )
     return found
 
 

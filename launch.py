@@ -190,8 +190,10 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
     """
     started = int(os.environ.get("WORLD_SIZE", fabric.world_size))
     if started != fabric.world_size:
-        asked = f"--devices {config.devices} --num_nodes {config.num_nodes}: asks for {fabric.world_size} process(es)"
-        raise ConfigError(f"{asked}, but the launcher has started {started}")
+        raise ConfigError(
+            f"--devices {config.devices} --num_nodes {config.num_nodes}: asks for {fabric.world_size} process(es), "
+            f"but the launcher has started {started}"
+        )
 
     def start(fabric: Fabric) -> int:
         other = differing_rank(fabric, fingerprint(config))

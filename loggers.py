@@ -165,7 +165,9 @@ class TensorBoardLogger:
 
     def log_metrics(self, row: dict, step: int):
         for name, value in row.items():
-            tag = name if "/" in name else f"vitals/{name}"  # sorted after train and val
+            tag = name
+            if "/" not in name or name.endswith("grad_norm"):
+                tag = f"vitals/{name.split('/')[-1]}"  # sorted after train and val
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
 

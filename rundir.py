@@ -100,8 +100,10 @@ def check_plain(value: Any, name: str = "state"):
         for number, item in enumerate(value):
             check_plain(item, f"{name}[{number}]")
     elif not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
-        found = f"{name} is a {type(value).__name__}, which a checkpoint cannot hold"
-        raise RunError(f"{found}: use tensors, numbers, strings, lists, dicts, or what has a state_dict")
+        raise RunError(
+            f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: "
+            "use tensors, numbers, strings, lists, dicts, or what has a state_dict"
+        )
 
 
 def entries_of(state: dict) -> list:
@@ -150,9 +152,9 @@ def describe_optimizers(state: dict) -> dict:
             numbers = {parameter: number for number, parameter in enumerate(parameters_of(value))}
             lost = numbers.keys() - set(named.values())
             if lost:
-                found = f"state[{entry!r}] trains a parameter of the shape {tuple(lost.pop().shape)}"
                 raise RunError(
-                    f"{found} that is in no module of `state`: add it; call functional_call with model.module"
+                    f"state[{entry!r}] trains a parameter of the shape {tuple(lost.pop().shape)} that is in no module "
+                    "of `state`: add it; call functional_call with model.module"
                 )
             optimizers[entry] = {
                 "class": type(getattr(value, "optimizer", value)).__name__,  # without Fabric's wrapper
@@ -320,8 +322,10 @@ class RunDir:
             raise ConfigError(f"--resume: {path} is of another version of the template; go on with that version")
         renamed = set(entries_of(self.state)) ^ set(about["entries"])
         if renamed:
-            found = f"{', '.join(sorted(renamed))}: in `state` or in the checkpoint, but not in both"
-            raise ConfigError(f"--resume: {found}; rename it, or start a new run from the weights of this one")
+            raise ConfigError(
+                f"--resume: {', '.join(sorted(renamed))}: in `state` or in the checkpoint, but not in both; "
+                "rename it, or start a new run from the weights of this one"
+            )
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
         changed = changed_files(about.get("code", {}))
@@ -482,8 +486,10 @@ class RunDir:
         norm_of_rank_0 = self.fabric.broadcast(norm)
         other = differing_rank(self.fabric, math.isclose(norm, norm_of_rank_0, rel_tol=1e-5))
         if other:
-            cause = "do random numbers differ that are drawn outside compute_loss? inside, the step seeds them"
-            raise RunError(f"the weights of {other} are not those of rank 0 after step {step}: {cause}")
+            raise RunError(
+                f"the weights of {other} are not those of rank 0 after step {step}: "
+                "do random numbers differ that are drawn outside compute_loss? inside, the step seeds them"
+            )
         if not math.isfinite(norm_of_rank_0):
             raise RunError(f"the weights are not finite after step {step}")
 

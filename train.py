@@ -114,7 +114,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # Created after the model was set up, since some strategies replace its parameters.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
-    utils.bypass_wrappers(fabric, model, optimizer)  # in 32-true: saves 32 µs of a step
+    utils.bypass_wrappers(fabric, model, optimizer)  # in 32-true: saves 50 µs of a step
     metrics = build_metrics(config, train_set).to(fabric.device)
     means = utils.Means(fabric)
 

@@ -100,8 +100,10 @@ def choose_micro_batch_size(effective_batch_size: int, asked: int | None, saved:
     if effective_batch_size % unit:
         below = effective_batch_size // unit * unit
         nearest = f"{below} or {below + unit}" if below else f"{below + unit}"
-        message = f"is not a multiple of {world_size} device(s) x micro_batch_size {asked or 1}; nearest: {nearest}"
-        raise ConfigError(f"--effective_batch_size {effective_batch_size}: {message}")
+        raise ConfigError(
+            f"--effective_batch_size {effective_batch_size}: is not a multiple of {world_size} device(s) x "
+            f"micro_batch_size {asked or 1}; nearest: {nearest}"
+        )
     if asked:
         return asked
     largest = effective_batch_size // world_size
@@ -177,8 +179,10 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str]):
 def check_finite(loss: float, step: int):
     """Raises RunError if the mean loss of the steps up to this one is not finite."""
     if not math.isfinite(loss):
-        remedy = "find the first such step by --log_interval 1, or try a lower --base_lr or --max_grad_norm 1"
-        raise RunError(f"the loss is {loss} in the steps up to {step}: {remedy}")
+        raise RunError(
+            f"the loss is {loss} in the steps up to {step}: "
+            "find the first such step by --log_interval 1, or try a lower --base_lr or --max_grad_norm 1"
+        )
 
 
 def is_better(value: float, best: float | None, mode: str) -> bool:
@@ -260,9 +264,9 @@ class Means:
 
 
 def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
-    """In 32-true, where Fabric converts nothing, makes the loop call the module without Fabric's wrapper, and replaces
-    zero_grad by its plain loop. Of a small step of 230 µs this saves 25 µs in the forward pass and 6 in zero_grad; and
-    200 µs of a validation, which calls eval and train."""
+    """In 32-true, where Fabric converts nothing, makes the loop call the module and the optimizer without its wrappers.
+    Of a small step of 280 µs this saves 25 µs in the forward pass, 8 in the step and 16 in zero_grad; and 200 µs of a
+    validation, which calls eval and train."""
     if fabric.strategy.precision.precision != "32-true":
         return
 
@@ -282,6 +286,7 @@ def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
     # set them on the user's module, too.
     object.__setattr__(model, "forward", model._forward_module)
     object.__setattr__(model, "train", train)
+    optimizer.step = optimizer.optimizer.step
     optimizer.zero_grad = zero_grad
 
 
