@@ -206,6 +206,34 @@ def test_a_patch_leaves_the_style_as_it_is(patch: Path, tmp_path: Path):
         assert done.returncode == 0, done.stdout
 
 
+FEATURES = "balanced ema exponential mlflow mnist on_device pictures prefetch profiler sharded sync_batchnorm".split()
+KINDS = """contrastive diffusion distillation gan gradient_penalty language_model multitask regression sam
+    text_classification two_models""".split()
+
+
+@pytest.mark.parametrize("first", [*KINDS, *FEATURES])
+def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path: Path):
+    """All other pairs apply, the feature second, and leave the style as it is."""
+    page = (RECIPES / "README.md").read_text().partition("## Two recipes together")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|", page, re.MULTILINE)
+    apart = {frozenset((one, two)) for left, right in rows for one in left.split(", ") for two in right.split(", ")}
+    program = with_recipe(first, tmp_path)
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test"]
+    shutil.copy(REPO / "pyproject.toml", program)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", first]):
+        subprocess.run([*git, *command], cwd=program, check=True)
+    fit = []
+    for second in FEATURES:
+        if subprocess.run([*git, "apply", RECIPES / f"{second}.patch"], cwd=program, capture_output=True).returncode:
+            continue
+        fit.append(second)
+        ruff = Path(sys.executable).parent / "ruff"
+        done = subprocess.run([ruff, "check", "--no-cache", "."], cwd=program, capture_output=True, text=True)
+        assert done.returncode == 0, (first, second, done.stdout)
+        subprocess.run([*git, "stash", "-qu"], cwd=program, check=True)
+    assert fit == [second for second in FEATURES if second != first and frozenset((first, second)) not in apart]
+
+
 def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
     """On a copy in which a recipe's lines first move, and then change."""
 
