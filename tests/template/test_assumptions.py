@@ -574,9 +574,12 @@ def test_torchrun_asks_for_this_variable_before_it_shares_its_store():
 TELLS_EACH = """
 import os
 from lightning.fabric import Fabric
-Fabric(accelerator="cpu", devices=2, strategy="ddp").launch()
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
 names = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-print("told", *(os.environ.get(name) for name in names), flush=True)
+line = " ".join(["told", *(str(os.environ.get(name)) for name in names)])
+os.write(1, f"{line}\\n".encode())  # in one piece, which the other process cannot break
+fabric.barrier()
 """
 
 
