@@ -104,7 +104,9 @@ def test_two_processes_train_on_the_same_fold(program: Path, tmp_path: Path):
 def test_test_py_evaluates_the_fold_of_the_run(program: Path, tmp_path: Path):
     call(f"{program}/train.py {SMALL} --folds 4 --fold 3", tmp_path)
     for split, samples in (("train", 1063), ("val", 354), ("test", 380)):
-        printed = call(f"{program}/test.py --out_dir train_out --split {split} --predictions --accelerator cpu", tmp_path)
+        printed = call(
+            f"{program}/test.py --out_dir train_out --split {split} --predictions --accelerator cpu", tmp_path
+        )
         assert f"on {samples} {split} samples" in printed.stdout
         _, targets = torch.load(run_dir(tmp_path) / f"predictions_{split}_best.pt", weights_only=True)
         assert torch.equal(targets, datasets(program, 4, 3)[split].targets)
@@ -145,9 +147,7 @@ def test_a_fold_that_there_is_not_is_one_line(program: Path, options: str, named
 
 def bests(cwd: Path) -> dict[str, float]:
     """The best value of each run, by its name without the time."""
-    return {
-        path.parent.name[16:]: json.loads(path.read_text())["best"] for path in cwd.glob("*/summary.json")
-    }
+    return {path.parent.name[16:]: json.loads(path.read_text())["best"] for path in cwd.glob("*/summary.json")}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,170 @@
+"""The recipe segmentation: a class for each pixel, the mean IoU over all pixels, and predictions in a byte each."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    LONG,
+    ON_2,
+    assert_same_run,
+    assert_same_training,
+    call,
+    interrupt,
+    kill_group,
+    killed_and_resumed,
+    on_one_and_two,
+    run,
+    run_dir,
+)
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import jaccard_score
+from test_recipes import imported, imported_train, with_recipe
+
+pytestmark = pytest.mark.recipes
+BF16 = f"{LONG} --epochs 12 --effective_batch_size 64 --precision bf16-mixed"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return with_recipe("segmentation", tmp_path_factory.mktemp("program"))
+
+
+@pytest.fixture(scope="module")
+def scenes(program: Path) -> dict:
+    return imported(program, "scenes").build_scenes()
+
+
+@pytest.fixture(scope="module")
+def trained(program: Path, tmp_path_factory) -> Path:
+    """Where a run of 7 epochs is."""
+    cwd = tmp_path_factory.mktemp("trained")
+    call(f"{program}/train.py --accelerator cpu --epochs 7 --logger_name csv", cwd)
+    return cwd
+
+
+def evaluate(program: Path, cwd: Path, how=call, options: str = "") -> tuple[dict, list]:
+    """What test.py has written: the results and the predictions."""
+    how(f"{program}/test.py --out_dir train_out --accelerator cpu --predictions {options}", cwd)
+    folder = run_dir(cwd)
+    predictions = torch.load(folder / "predictions_test_best.pt", weights_only=True)
+    return json.loads((folder / "test_test_best.json").read_text()), predictions
+
+
+def iou(classes, masks) -> float:
+    """As scikit-learn computes it over all pixels."""
+    return jaccard_score(np.asarray(masks).reshape(-1), np.asarray(classes).reshape(-1), average="macro")
+
+
+# ---- the data
+
+
+def cropped(shape: np.ndarray) -> tuple:
+    """The smallest rectangle that has all pixels of a shape: its height, and its pixels."""
+    rows, columns = np.nonzero(shape)
+    part = shape[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    return len(part), part.tobytes()
+
+
+def test_a_mask_has_the_shape_of_a_digit_of_its_part_in_each_quarter(scenes: dict):
+    digits = load_digits()
+    parts = np.split(np.random.default_rng(0).permutation(1797), [1217, 1417])
+    for name, indices in zip(("train", "val", "test"), parts, strict=True):
+        known = {(digits.target[index] + 1, *cropped(digits.images[index] >= 4)) for index in indices}
+        for mask in scenes[name].targets.numpy():
+            quarters = [half for rows in np.split(mask, 2) for half in np.split(rows, 2, axis=1)]
+            for quarter in quarters:
+                (number,) = set(quarter[quarter > 0].tolist())
+                assert (number, *cropped(quarter > 0)) in known
+
+
+def test_images_and_masks_are_of_the_same_pixels(scenes: dict):
+    sizes = {"train": 1200, "val": 200, "test": 400}
+    for name, dataset in scenes.items():
+        assert dataset.images.shape == (sizes[name], 1, 24, 24) and dataset.images.dtype == torch.float32
+        assert dataset.targets.shape == (sizes[name], 24, 24) and dataset.targets.dtype == torch.uint8
+        assert dataset.targets.unique().tolist() == [*range(11)] and dataset.num_classes == 11
+        is_ink = dataset.targets > 0
+        assert dataset.images[:, 0][is_ink].mean() > 0.6 > 0.1 > dataset.images[:, 0][~is_ink].mean()
+
+
+def test_no_scene_is_there_twice(scenes: dict):
+    masks = [mask.numpy().tobytes() for dataset in scenes.values() for mask in dataset.targets]
+    assert len(set(masks)) == 1800
+
+
+# ---- the model and the loss
+
+
+def test_an_image_that_cannot_be_halved_twice_is_named(program: Path):
+    model = imported(program, "model").Model
+    assert model((3, 8, 12), 5, width=4)(torch.zeros(2, 3, 8, 12)).shape == (2, 5, 8, 12)
+    with pytest.raises(ValueError, match="multiples of 4, not 8, 10"):
+        model((3, 8, 10), 5)
+
+
+def test_the_count_is_that_of_the_samples(program: Path, monkeypatch: pytest.MonkeyPatch, scenes: dict):
+    train = imported_train(program, monkeypatch)
+    model = imported(program, "model").Model((1, 24, 24), 11, width=4).eval()
+    images, masks = scenes["val"].__getitems__(range(7))
+    values, count, (classes, targets) = train.compute_loss(model, (images, masks), None)
+    assert count == 7
+    logits = model(images)
+    assert values["loss"].item() == pytest.approx(F.cross_entropy(logits, masks.long()).item())
+    assert torch.equal(classes, logits.argmax(1)) and torch.equal(targets, masks)
+
+
+# ---- a run
+
+
+def test_it_is_better_than_logistic_regression_of_the_pixels_around(program: Path, trained: Path, scenes: dict):
+    def windows(name: str) -> tuple[np.ndarray, np.ndarray]:
+        pixels = F.unfold(scenes[name].images, 9, padding=4).transpose(1, 2)  # 9 x 9 around each
+        return pixels.reshape(-1, 81).numpy(), scenes[name].targets.reshape(-1).numpy()
+
+    pixels, classes = windows("train")
+    some = np.random.default_rng(0).choice(len(classes), 20_000, replace=False)
+    linear = LogisticRegression(max_iter=300).fit(pixels[some], classes[some])
+    pixels, classes = windows("test")
+    found, _ = evaluate(program, trained)
+    assert found["iou"] > 0.6 > 0.3 > iou(linear.predict(pixels), classes) > 0.1
+
+
+def test_predictions_are_a_byte_for_each_pixel_and_give_the_same_iou(program: Path, trained: Path, scenes: dict):
+    found, (classes, masks) = evaluate(program, trained)
+    assert classes.dtype == masks.dtype == torch.uint8 and classes.shape == masks.shape == (400, 24, 24)
+    assert torch.equal(masks, scenes["test"].targets)
+    assert found["num_samples"] == 400
+    assert found["iou"] == pytest.approx(iou(classes, masks), rel=1e-6)
+
+
+def test_two_processes_find_the_same(program: Path, trained: Path):
+    one, (classes, masks) = evaluate(program, trained)
+    two, (classes_of_two, masks_of_two) = evaluate(program, trained, run, ON_2)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["iou"] == pytest.approx(one["iou"], rel=1e-3)  # a pixel may be rounded to another class
+    assert torch.equal(masks_of_two, masks)
+    assert (classes_of_two != classes).float().mean() < 1e-4
+
+
+def test_two_processes_train_on_the_same_batches(program: Path, tmp_path: Path):
+    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8 --effective_batch_size 64 --dropout 0", tmp_path)
+    assert_same_training(one, two)
+
+
+def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Path):
+    killed_and_resumed(f"{program}/{BF16}", tmp_path)
+
+
+def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    run(f"{program}/{BF16} {ON_2}", whole)
+    assert interrupt(f"{program}/{BF16} {ON_2}", killed, kill_group).returncode == -signal.SIGKILL
+    run(f"{program}/train.py --resume auto", killed)
+    assert_same_run(killed, whole)
