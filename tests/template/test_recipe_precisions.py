@@ -19,6 +19,7 @@ OPTIONS = (
 # The options that a recipe needs, beside ON_2.
 TRAINED = {
     "contrastive": "",
+    "crossvalidation": "--folds 3 --fold 1",
     "diffusion": "",
     "distillation": "--teacher {teacher}",
     "ema": "",
@@ -30,6 +31,7 @@ TRAINED = {
     "profiler": "--profile 2",
     "regression": "",
     "sam": "",
+    "segmentation": "",
     "sharded": "--strategy model_parallel",
     "text_classification": "",
     "two_models": "",
@@ -76,4 +78,4 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 def test_every_other_kind_of_training_is_here():
     table = (RECIPES / "README.md").read_text().partition("## Other kinds of training")[2].partition("## ")[0]
     rows = [line.partition("](")[0].removeprefix("| [") for line in table.splitlines() if line.startswith("| [")]
-    assert len(rows) == 12 and set(rows) <= TRAINED.keys()
+    assert len(rows) == 13 and set(rows) <= TRAINED.keys()
