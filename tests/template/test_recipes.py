@@ -206,8 +206,9 @@ def test_a_patch_leaves_the_style_as_it_is(patch: Path, tmp_path: Path):
         assert done.returncode == 0, done.stdout
 
 
-FEATURES = "balanced ema exponential mlflow mnist on_device pictures prefetch profiler sharded sync_batchnorm".split()
-KINDS = """contrastive diffusion distillation gan gradient_penalty language_model multitask regression sam
+FEATURES = """balanced crossvalidation ema exponential mlflow mnist on_device pictures prefetch profiler sharded
+    sync_batchnorm""".split()
+KINDS = """contrastive diffusion distillation gan gradient_penalty language_model multitask regression sam segmentation
     text_classification two_models""".split()
 
 
