@@ -206,10 +206,14 @@ def test_a_patch_leaves_the_style_as_it_is(patch: Path, tmp_path: Path):
         assert done.returncode == 0, done.stdout
 
 
-FEATURES = """balanced crossvalidation ema exponential mlflow mnist on_device pictures prefetch profiler sharded
-    sync_batchnorm""".split()
-KINDS = """contrastive diffusion distillation gan gradient_penalty language_model multitask regression sam segmentation
-    text_classification two_models""".split()
+def named_in(section: str) -> list[str]:
+    """The patches in a section of the page."""
+    text = (RECIPES / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| \[\w+(?:\.patch)?\]\((\w+)\.patch\)", text, re.MULTILINE)
+
+
+KINDS = named_in("Other kinds of training")
+FEATURES = named_in("Features")
 
 
 @pytest.mark.parametrize("first", [*KINDS, *FEATURES])
