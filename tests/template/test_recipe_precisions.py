@@ -23,6 +23,7 @@ TRAINED = {
     "diffusion": "",
     "distillation": "--teacher {teacher}",
     "ema": "",
+    "finetune": "--weights {teacher} --freeze_epochs 0.5 --lora_rank 2",
     "gan": "",
     "gradient_penalty": "",
     "language_model": "",
@@ -45,7 +46,7 @@ def test_a_recipe_trains_in_bf16_mixed_with_accumulation_on_two_processes(name: 
         pytest.skip("needs transformers")
     program = with_recipe(name, tmp_path / "program")
     options = TRAINED[name]
-    if name == "distillation":
+    if "{teacher}" in options:
         call(f"train.py {SMALL} --out_dir teacher", tmp_path)
         options = options.format(teacher=run_dir(tmp_path, "teacher"))
     printed = run(f"{program}/train.py {OPTIONS} {ON_2} {options}", tmp_path).stdout
@@ -78,4 +79,4 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 def test_every_other_kind_of_training_is_here():
     table = (RECIPES / "README.md").read_text().partition("## Other kinds of training")[2].partition("## ")[0]
     rows = [line.partition("](")[0].removeprefix("| [") for line in table.splitlines() if line.startswith("| [")]
-    assert len(rows) == 13 and set(rows) <= TRAINED.keys()
+    assert len(rows) == 14 and set(rows) <= TRAINED.keys()
