@@ -68,7 +68,12 @@ def test_sigterm_saves_and_resume_auto_goes_on_in_the_same_directory(whole, tmp_
 
 
 def test_a_hangup_of_the_terminal_saves_and_goes_on(whole, tmp_path):
-    assert_stopped_and_saved(interrupt(LONG, tmp_path, lambda process: process.send_signal(signal.SIGHUP)), tmp_path)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the tests and their processes ignore it
+    try:
+        done = interrupt(LONG, tmp_path, lambda process: process.send_signal(signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert_stopped_and_saved(done, tmp_path)
     call("train.py --resume auto", tmp_path)
     assert_same_run(tmp_path, whole)
 
