@@ -231,7 +231,7 @@ def write_provenance(run_dir: Path, fabric: Fabric):
         f"Python {platform.python_version()} on {platform.platform()}",
         *packages,
     ]
-    with open(run_dir / "provenance" / time.strftime("%Y%m%d-%H%M%S.txt"), "a") as file:
+    with open(run_dir / "provenance" / time.strftime(f"{TIMESTAMP}.txt"), "a") as file:
         file.writelines(f"{line}\n" for line in lines)
         file.flush()
         with suppress(subprocess.TimeoutExpired):

@@ -222,14 +222,15 @@ def assert_same_run(cwd: Path, other: Path) -> None:
     assert history(cwd) == history(other)
 
 
-def killed_and_resumed(command: str, tmp_path: Path, resume=call) -> tuple[Path, Path]:
-    """Runs the command to its end in one folder; in another it is killed in mid-epoch, and resumed by `resume`. Checks
-    that the runs are the same, and returns the folders: left alone, killed."""
+def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path, Path]:
+    """Runs the command to its end in one folder; in another it is killed in mid-epoch, and resumed, by `resume` if that
+    is given. Checks that the runs are the same, and returns the folders: left alone, killed."""
+    how = run if ON_2 in command else call
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    call(command, whole)
+    how(command, whole)
     assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    resume(f"{command.partition(' ')[0]} --resume auto", killed)
+    (resume or how)(f"{command.partition(' ')[0]} --resume auto", killed)
     assert_same_run(killed, whole)
     return whole, killed
 

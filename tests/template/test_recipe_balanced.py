@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +14,8 @@ from conftest import (
     assert_same_run,
     assert_same_training,
     call,
-    interrupt,
-    kill_group,
     killed_and_resumed,
     on_one_and_two,
-    run,
     run_dir,
 )
 from test_recipes import imported, with_recipe
@@ -82,12 +78,7 @@ def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Pat
 
 
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    run(f"{program}/{BF16} {ON_2}", whole)
-    assert interrupt(f"{program}/{BF16} {ON_2}", killed, kill_group).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", killed)
-    assert_same_run(killed, whole)
+    killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
 
 
 def test_two_processes_train_on_the_same_batches(program: Path, tmp_path: Path):

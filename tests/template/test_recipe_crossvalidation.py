@@ -5,7 +5,6 @@ import io
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -18,11 +17,8 @@ from conftest import (
     ON_2,
     REPO,
     SMALL,
-    assert_same_run,
     assert_same_training,
     call,
-    interrupt,
-    kill_group,
     killed_and_resumed,
     on_one_and_two,
     run,
@@ -117,12 +113,7 @@ def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Pat
 
 
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    run(f"{program}/{BF16} {ON_2}", whole)
-    assert interrupt(f"{program}/{BF16} {ON_2}", killed, kill_group).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", killed)
-    assert_same_run(killed, whole)
+    killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
 
 
 @pytest.mark.parametrize("option", ["--fold 1", "--folds 4"])

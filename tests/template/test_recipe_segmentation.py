@@ -1,7 +1,6 @@
 """The recipe segmentation: a class for each pixel, the mean IoU over all pixels, and predictions in a byte each."""
 
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,8 @@ import torch.nn.functional as F
 from conftest import (
     LONG,
     ON_2,
-    assert_same_run,
     assert_same_training,
     call,
-    interrupt,
-    kill_group,
     killed_and_resumed,
     on_one_and_two,
     run,
@@ -162,9 +158,4 @@ def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Pat
 
 
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    run(f"{program}/{BF16} {ON_2}", whole)
-    assert interrupt(f"{program}/{BF16} {ON_2}", killed, kill_group).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", killed)
-    assert_same_run(killed, whole)
+    killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
