@@ -267,8 +267,9 @@ class RunDir:
         self.summary: dict = {"parameters": parameters, "last": {}}
 
         self.group = None
-        if dist.is_initialized():  # without a limit of time; gloo tells at once when a rank has died
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        if dist.is_initialized():  # the others wait without a limit; gloo tells at once when a rank has died
+            seconds = config.timeout if fabric.is_global_zero else 1e7
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
         self.config_text = to_yaml(config)
         check_plain(state)
