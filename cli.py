@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, asdict
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -29,6 +29,7 @@ from simple_parsing.utils import flatten_join
 
 from config import (
     FIXED_ON_RESUME,
+    GROUPS,
     LENGTH_OPTIONS,
     ConfigError,
     RunError,
@@ -69,6 +70,9 @@ class Parser(ArgumentParser):
 
     def __init__(self, cls: type, source: str = "", default: Any = None):
         super().__init__(
+            usage="%(prog)s [--OPTION VALUE ...]",
+            description=cls.__doc__,
+            add_help=False,
             allow_abbrev=False,
             # Options of a nested dataclass have its field's name and a dot before their own.
             argument_generation_mode=ArgumentGenerationMode.NESTED,
@@ -77,13 +81,20 @@ class Parser(ArgumentParser):
         self.source = source
         self.add_arguments(cls, dest="config", default=default)
 
+    def format_help(self) -> str:
+        """The help. The options stand in the GROUPS of config.py, those that are in none of them under "Others"."""
+        # Before an option may stand the title and the docstring of its class, between empty lines.
+        text, *entries = re.split(r"\n(?:\n\w+ \['(?s:.*?)\n)?  --", super().format_help())
+        by_name = {entry.split()[0]: entry.rstrip() for entry in entries}
+        for title, names in (GROUPS | {"Others": " ".join(by_name)}).items():
+            shown = [by_name.pop(name) for name in names.split() if name in by_name]
+            if shown:
+                text += "\n  --".join([f"\n\n{title}:", *shown])
+        return text + "\n"
+
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
         raise ConfigError(self.source + message.removeprefix("argument "))
-
-
-def may_be_none(option: Field) -> bool:
-    return type(None) in get_args(option.type)
 
 
 def words_of(argv: list[str]) -> dict:
@@ -108,7 +119,6 @@ def unknown_option(name: str, options: Iterable[str]) -> str:
     """The message about an option that is not one of `options`."""
     wanted = name.replace("-", "_")
     meant = [option for option, others in MEANT.items() if wanted in others.split()]
-    meant += [option for option in options if option.endswith(f".{wanted}")]  # of a nested dataclass
     meant += get_close_matches(wanted, options, n=1)
     hint = f"; did you mean --{meant[0]}?" if meant else ""
     return f"unknown option --{name}{hint}"
@@ -127,7 +137,7 @@ def parse(cls: type, given: dict, source: str = "") -> dict:
         if name not in options:
             raise ConfigError(source + unknown_option(name, options))
         option = options[name]
-        if words == ["None"] and may_be_none(option):  # which simple_parsing does not know
+        if words == ["None"] and type(None) in get_args(option.type):  # which simple_parsing does not know
             found[name] = None
         elif words == ["None"] or not (words or option.type is bool or "nargs" in str(option.metadata)):
             raise ConfigError(f"{source}--{name}: expected a value")

@@ -31,13 +31,13 @@ class MachineConfig:
     """Options of train.py and test.py about where they run."""
 
     root_dir: str = "."  # Directory of the run directories: of a new one, which makes it, or where to look for one
-    num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
-    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     devices: str = "auto"  # How many (`2`) or which (`0,2`)
-    num_nodes: int = 1  # Number of machines
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     strategy: str = "auto"  # How several devices work together: ddp, dp, ddp_find_unused_parameters_true
+    num_nodes: int = 1  # Number of machines
     deterministic: bool = True  # Choose algorithms of cuDNN that give the same bits in each run; False may be faster
     timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
+    num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
 
     def __post_init__(self):
         found = problems(self)
@@ -47,27 +47,28 @@ class MachineConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(MachineConfig):
-    """Train a model. Every option has a default; `None` unsets one, as in `--max_grad_norm None`."""
+    """Train a model. All options have defaults. `--max_grad_norm None` unsets one."""
 
     out_dir: str = "train_out"  # Name of the run directory; the time of the start is put before it
-    comment: str | None = None  # A note kept with the run: in its config.yaml and in wandb
-    project: str = "fabric-template"  # Project that the run is filed under in wandb
-    seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
     resume: str | None = None  # Run directory to resume; `auto`: the newest run of this out_dir, or a new one
     config_path: tuple[str, ...] | None = None  # YAML files of options; later files win, the command line wins over all
-    data_dir: str | None = None  # Directory of the dataset's files
+    seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
+    comment: str | None = None  # A note kept with the run: in its config.yaml and in wandb
+    project: str = "fabric-template"  # Project that the run is filed under in wandb
 
-    dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
-    width: int = 32  # Channels of the model's first layer
-    dropout: float = 0.25  # Probability of dropping a feature before the last layer
+    precision: Precision = "32-true"  # -true: weights and arithmetic; -mixed: arithmetic alone, weights in float32
     # Compile the model with torch.compile, in its default mode or another: reduce-overhead, max-autotune, ...
     compile: CompileMode | None = field(default=None, nargs="?", const="default", metavar="[mode]")
-    precision: Precision = "32-true"  # -true: weights and arithmetic; -mixed: arithmetic alone, weights in float32
 
-    effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
-    micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
+    dataset: Literal["digits"] = "digits"  # Name of the dataset; recipes/data.md adds others
+    data_dir: str | None = None  # Directory of the dataset's files
+    width: int = 32  # Channels of the model's first layer
+    dropout: float = 0.25  # Probability of dropping a feature before the last layer
+
     epochs: float = 20.0  # Passes over the training set, each without an incomplete last batch; may be a fraction
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
+    effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
+    micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
     lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # Scaling of base_lr with the effective batch size
@@ -109,6 +110,22 @@ class TestConfig(MachineConfig):
     batch_size: int | None = None  # Samples per forward pass of a device; None: as in a validation on one device
     predictions: bool = False  # Write the metrics' arguments, such as logits, for each sample into predictions_*.pt
 
+
+# The groups of --help, and the order in them.
+GROUPS = {
+    "Run": "out_dir root_dir resume config_path seed comment project checkpoint split predictions",
+    "Devices": "devices accelerator precision compile strategy num_nodes deterministic timeout",
+    "Data and model": "dataset data_dir num_workers batch_size width dropout",
+    "Optimization": (
+        "epochs max_steps effective_batch_size micro_batch_size base_lr base_batch_size lr_scaling_rule "
+        "warmup_epochs lr_schedule weight_decay max_grad_norm early_stopping_patience"
+    ),
+    "Logging and validation": (
+        "logger_name log_per_epoch log_interval val_frequency val_interval monitor monitor_mode"
+    ),
+    "Checkpoints": "checkpoint_frequency checkpoint_interval num_checkpoint_keep",
+    "Debugging": "fast_run limit_train_batches limit_val_batches num_sanity_val_steps summary",
+}
 
 MAY_BE_NEGATIVE = ()  # names of options of your own
 MAY_BE_ZERO = (

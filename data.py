@@ -12,6 +12,8 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,25 +104,18 @@ class ImageDataset(Dataset):
 # ---- exact order and randomness; rarely edited
 
 
+@dataclass
 class TrainSampler:
     """Yields the micro-batches of a rank from step `self.step_in_epoch` of epoch `self.epoch` to the end of the epoch.
     Both are set by `Loader.batches_from`. A micro-batch is a pair: its number in the run, and the indices of its
-    samples.
+    samples."""
 
-    Args:
-        plan: The Plan of the run.
-        dataset: Its method `order`, if it has one, gives the indices of an epoch. Default: each sample once, shuffled.
-        rank: The rank.
-        seed: With the epoch, it determines the order.
-    """
-
-    def __init__(self, plan, dataset: Dataset, rank: int, seed: int):
-        self.plan = plan
-        self.dataset = dataset
-        self.rank = rank
-        self.seed = seed
-        self.epoch = 0
-        self.step_in_epoch = 0
+    plan: Any  # the Plan of the run
+    dataset: Dataset  # its method `order`, if it has one, gives the indices of an epoch; else they are shuffled
+    rank: int
+    seed: int  # with the epoch, it determines the order
+    epoch: int = 0
+    step_in_epoch: int = 0
 
     def __iter__(self) -> Iterator:
         generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {self.epoch}".encode()))
@@ -229,7 +224,6 @@ class Loader(DataLoader):
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
-        self.other_processes = set(torch.multiprocessing.active_children())
         resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
@@ -253,15 +247,10 @@ class Loader(DataLoader):
     def end_workers(self):
         """Ends the workers, also a frozen one. Without this, a stored traceback would keep the iterator, and so the
         workers, alive."""
-        if self.num_workers == 0:
-            return
-        if self._iterator is None:  # some may have started before another one failed to start
-            workers = set(torch.multiprocessing.active_children()) - self.other_processes
-        else:
+        if self._iterator is not None:
             self._iterator._shutdown_workers()
-            workers = self._iterator._workers
-        for worker in workers:
-            worker.kill()
+            for worker in self._iterator._workers:
+                worker.kill()
 
 
 def ignore_signals(worker: int):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ def build_fabric(config) -> Fabric:
     # prepare_device refuses the first, 16-mixed and dp; dp has no gradient sync to skip.
     warnings.filterwarnings("ignore", ".*(is not supported on CPU|not support skipping the gradient sync)")
     options: dict = {name: getattr(config, name) for name in DEVICE_OPTIONS}
-    options["devices"] = config.devices.replace("[", "").replace("]", ",")  # [0,1], as in Python
     with as_config_error(config, *DEVICE_OPTIONS):
         chosen = Fabric(**options).strategy
         prepare_device(config, chosen.root_device.type)
@@ -167,16 +167,18 @@ def prepare_device(config, device: str):
 
 
 @contextmanager
-def first_process_alone(*names) -> Iterator[None]:
-    """On each machine, one process runs the body alone, which may download the data of these names. The others of the
-    same names wait as long as it lives, and then run the body together. If it dies, one of them is the first."""
-    key = zlib.crc32(repr([os.getuid(), ROOT, *names]).encode())
+def first_process_alone(config, *options: str) -> Iterator[None]:
+    """On each machine, one process runs the body alone, which may download the data that these options name. The others
+    with the same values wait as long as it lives, and then run the body together. If it dies, one of them is the first.
+    Raises ConfigError, which names the options, for an OSError or ImportError of the body: others are bugs."""
+    key = zlib.crc32(repr([os.getuid(), ROOT, *attrgetter(*options)(config)]).encode())
     path = Path(tempfile.gettempdir()) / f"build_datasets-{key:08x}.lock"
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits; ends with the process
         if not path.exists():  # the first one was done, and has deleted it
             fcntl.flock(lock, fcntl.LOCK_UN)
-        yield
+        with as_config_error(config, *options, kinds=(OSError, ImportError)):
+            yield
         path.unlink(missing_ok=True)
 
 

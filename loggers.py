@@ -139,7 +139,7 @@ class CSVLogger:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)
-        self.file = open(self.path, "a", newline="")  # noqa: SIM115
+        self.file = open(self.path, "a")  # noqa: SIM115
         self.writer = csv.DictWriter(self.file, self.columns)
 
     def log_metrics(self, row: dict, step: int):

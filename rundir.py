@@ -30,7 +30,7 @@ from cli import as_config_error, named_folders, to_yaml
 from config import ConfigError, RunError, TrainConfig
 from launch import ROOT, SHARED, SOURCES, changed_files, differing_rank
 from loggers import Console, open_loggers, scalars_of
-from utils import atomically
+from utils import atomically, parameters_of
 
 FORMAT = 2  # of checkpoints
 TIMESTAMP = "%Y%m%d-%H%M%S"
@@ -112,10 +112,6 @@ def entries_of(state: dict) -> list:
 
 
 # ---- optimizers: their state_dicts know parameters by numbers alone, checkpoints by names, too
-
-
-def parameters_of(optimizer: Optimizer) -> list:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def settings_of(optimizer: Optimizer) -> list:

@@ -136,10 +136,7 @@ def main(config: TestConfig) -> int:
     )
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed, verbose=False)
-    with (
-        first_process_alone(train_config.dataset, train_config.data_dir),
-        cli.as_config_error(config, "data_dir", kinds=(OSError, ImportError)),
-    ):
+    with first_process_alone(train_config, "dataset", "data_dir"):
         dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
     with cli.as_config_error(config, "split", "devices"):

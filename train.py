@@ -146,7 +146,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- a first validation: a mistake in the model or the data shows before anything is written
     sanity_results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
     console = Console(fabric.is_global_zero, state["step"], plan.total_steps, config.monitor, resources)
-    header(console, fabric, config, plan, run, model)
+    header(console, fabric, config, plan, run, model, saved_size)
 
     # ---- the loop
     batches = train_loader.batches_from(state["step"])
@@ -226,7 +226,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     return 0 if is_finished else PREEMPTED
 
 
-def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, run: RunDir, model):
+def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, model, saved_size: int | None):
     """Prints what will happen."""
     device = fabric.device.type
     precision: str = config.precision
@@ -240,9 +240,9 @@ def header(console: Console, fabric: Fabric, config: TrainConfig, plan: Plan, ru
     console.print(f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples")
     micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
     console.print(f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}")
-    saved = plan.saved_micro_batch_size
-    if saved not in (None, plan.micro_batch_size):
-        console.print(f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ")
+    if saved_size not in (None, plan.micro_batch_size):
+        changed = f"micro_batch_size {plan.micro_batch_size} instead of {saved_size}"
+        console.print(f"{changed}: dropout and augmentation differ")
     console.print(f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
     epochs = plan.total_steps / plan.steps_per_epoch
     console.print(f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps")
@@ -267,10 +267,7 @@ def main(config: TrainConfig) -> int:
         config = replace(config, max_steps=steps, limit_train_batches=per_epoch, limit_val_batches=steps)
     fabric = build_fabric(config)
     fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
-    with (
-        first_process_alone(config.dataset, config.data_dir),
-        cli.as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)),  # others are bugs
-    ):
+    with first_process_alone(config, "dataset", "data_dir"):
         datasets = build_datasets(config)
     return launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
 
