@@ -10,7 +10,7 @@ import pytest
 from conftest import REPO, run
 
 from cli import parse_test, parse_train, read_config, to_yaml
-from config import ConfigError, TrainConfig, mode_of
+from config import GROUPS, ConfigError, TrainConfig, mode_of
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from utils import Plan, limit, make_plan, scale_lr
 
@@ -228,7 +228,7 @@ def test_the_name_of_a_value_tells_what_is_best_only_where_it_is_certain(names: 
 
 @pytest.mark.parametrize("script, cls", [("train.py", TrainConfig), ("test.py", EvalConfig)])
 def test_help_documents_every_option(script: str, cls: type):
-    text = " ".join(run(f"{script} --help", REPO, COLUMNS="1000").stdout.partition("options:")[2].split())
+    text = " ".join(run(f"{script} --help", REPO, COLUMNS="1000").stdout.split())
     starts = {field.name: re.search(rf" --{field.name}\b(?! bool, --{field.name})", text) for field in fields(cls)}
     missing = [name for name, start in starts.items() if start is None]
     assert not missing
@@ -248,6 +248,46 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
     done = run(f"{script} {options}", REPO, code=code, PYTHONPROFILEIMPORTTIME="1")
     assert "argparse" in done.stderr
     assert not re.search(r"\| +(torch|lightning|numpy|sklearn)$", done.stderr, re.MULTILINE)
+
+
+def groups_of_help(script: str, **env: str) -> dict[str, list]:
+    """The names of the options that --help shows, by the titles of their groups."""
+    text = run(f"{script} --help", REPO, **env).stdout
+    groups: dict[str, list] = {}
+    for title, name in re.findall(r"^(?:(\S.*):|  --([\w.]+).*)$", text, re.MULTILINE):
+        if title:
+            groups[title] = []
+        else:
+            [*groups.values()][-1].append(name)
+    return groups
+
+
+@pytest.mark.parametrize("script, cls", [("train.py", TrainConfig), ("test.py", EvalConfig)])
+def test_help_shows_each_option_once_in_the_groups_of_the_config(script: str, cls: type):
+    names = [option.name for option in fields(cls)]
+    expected = {title: [name for name in group.split() if name in names] for title, group in GROUPS.items()}
+    assert groups_of_help(script) == {title: group for title, group in expected.items() if group}
+    assert sorted(" ".join(map(" ".join, expected.values())).split()) == sorted(names)
+
+
+def test_the_fields_of_the_config_stand_in_the_order_of_the_groups():
+    own = [*TrainConfig.__annotations__]
+    assert own == [name for group in GROUPS.values() for name in group.split() if name in own]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readme_has_the_options_in_the_groups_of_the_help(page: str):
+    lists = re.findall(r"^- \*\*(.+)\*\*[:：](.*\n(?:  .*\n)*)", (REPO / page).read_text(), re.MULTILINE)
+    groups = groups_of_help("train.py")
+    assert [re.findall(r"--(\w+)", names) for _, names in lists] == [*groups.values()]
+    if page == "README.md":
+        assert [title for title, _ in lists] == [*groups]
+
+
+@pytest.mark.parametrize("script", ["train.py", "test.py"])
+def test_help_is_as_wide_as_a_terminal(script: str):
+    lines = run(f"{script} --help", REPO, COLUMNS="80").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_help_names_the_choices():

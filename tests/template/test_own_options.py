@@ -126,6 +126,9 @@ def test_two_processes_have_the_same_options(program, tmp_path):
 def test_the_help_documents_nested_options(program, tmp_path):
     help = call(f"{program}/train.py --help", tmp_path).stdout
     assert "--optim.momentum" in help and "--optim.decay.factor" in help and "Factor of a decay (default: 0.1)" in help
+    own = help.partition("\nOthers:\n")[2]
+    assert "--optim.momentum" in own and "--optim.decay.factor" in own and "--width" not in own
+    assert "OptimConfig" not in help
 
 
 @pytest.mark.parametrize(
