@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from config import TrainConfig
 PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 DIFFS = diffs("README.md")
 # What an edit needs, by a word in it.
 OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
@@ -87,9 +89,14 @@ def test_what_one_sees_is_what_a_run_prints(tmp_path: Path):
     assert len(lines(shown)) >= 10 and lines(shown) <= lines(call(f"train.py {SMALL}", tmp_path).stdout)
 
 
+def test_the_loop_is_shown_as_it_is():
+    loop, _ = PYTHON
+    assert textwrap.indent(loop, " " * 8) in (REPO / "train.py").read_text()
+
+
 def test_the_trained_model_can_be_used_elsewhere(tmp_path: Path):
     call(f"train.py {SMALL} --out_dir used", tmp_path)
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    _, code = PYTHON
     (run,) = tmp_path.glob("*-used")
     code = code.replace("20261122-102325-train_out", run.name)
     env = clean_environment() | {"PYTHONPATH": str(REPO)}
