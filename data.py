@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
+from config import ConfigError
 from launch import SIGNALS
 
 
@@ -147,10 +148,10 @@ def eval_batches(num_samples: int, micro_batch_size: int, world_size: int, batch
             and at least one micro-batch.
 
     Raises:
-        ValueError: There are fewer samples than processes.
+        ConfigError: There are fewer samples than processes.
     """
     if 0 < num_samples < world_size:
-        raise ValueError(f"{num_samples} samples are too few to evaluate on {world_size} processes")
+        raise ConfigError(f"--devices: {num_samples} samples are too few to evaluate on {world_size} processes")
     if batch_size is None:
         batch_size = max(micro_batch_size, min(4 * micro_batch_size, 256))
     rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
@@ -247,10 +248,15 @@ class Loader(DataLoader):
     def end_workers(self):
         """Ends the workers, also a frozen one. Without this, a stored traceback would keep the iterator, and so the
         workers, alive."""
-        if self._iterator is not None:
+        if self.num_workers == 0:
+            return
+        if self._iterator is None:  # some may have started before another one failed to start
+            workers = torch.multiprocessing.active_children()
+        else:
             self._iterator._shutdown_workers()
-            for worker in self._iterator._workers:
-                worker.kill()
+            workers = self._iterator._workers
+        for worker in workers:
+            worker.kill()
 
 
 def ignore_signals(worker: int):

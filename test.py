@@ -139,8 +139,7 @@ def main(config: TestConfig) -> int:
     with first_process_alone(train_config, "dataset", "data_dir"):
         dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
-    with cli.as_config_error(config, "split", "devices"):
-        keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
+    keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
     return launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path))
 
 

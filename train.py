@@ -139,8 +139,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     # ---- data
     sampler = TrainSampler(plan, train_set, fabric.global_rank, config.seed)
     train_loader = Loader(fabric, train_set, sampler, config, resources)
-    with cli.as_config_error(config, "limit_val_batches", "devices"):
-        val_batches = eval_batches(plan.val_samples, plan.micro_batch_size, fabric.world_size)
+    val_batches = eval_batches(plan.val_samples, plan.micro_batch_size, fabric.world_size)
     val_loader = Loader(fabric, val_set, val_batches[fabric.global_rank], config, resources)
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
@@ -226,7 +225,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     return 0 if is_finished else PREEMPTED
 
 
-def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, model, saved_size: int | None):
+def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, model, saved: int | None):
     """Prints what will happen."""
     device = fabric.device.type
     precision: str = config.precision
@@ -240,9 +239,8 @@ def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, mo
     console.print(f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples")
     micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
     console.print(f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}")
-    if saved_size not in (None, plan.micro_batch_size):
-        changed = f"micro_batch_size {plan.micro_batch_size} instead of {saved_size}"
-        console.print(f"{changed}: dropout and augmentation differ")
+    if saved not in (None, plan.micro_batch_size):
+        console.print(f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ")
     console.print(f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
     epochs = plan.total_steps / plan.steps_per_epoch
     console.print(f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps")

@@ -264,7 +264,7 @@ def test_fewer_samples_than_processes_are_refused_in_one_line(own: Path):
     for devices in (2, 100_000):  # none is started
         error = run(f"{own}/test.py --out_dir {run_dir(own)} --accelerator cpu --devices {devices}", own, code=2).stderr
         (line,) = error.splitlines()
-        assert line.startswith(f"test.py: error: --devices {devices}: ") and "1 samples are too few" in line
+        assert line.startswith("test.py: error: --devices: ") and "1 samples are too few" in line
 
 
 def test_a_checkpoint_of_another_run_is_evaluated_with_its_own_config(finished: Path, tmp_path: Path):
