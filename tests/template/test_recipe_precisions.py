@@ -26,6 +26,7 @@ TRAINED = {
     "finetune": "--weights {teacher} --freeze_epochs 0.5 --lora_rank 2",
     "gan": "",
     "gradient_penalty": "",
+    "hard_examples": "",
     "language_model": "",
     "multitask": "",
     "pictures": "--logger_name csv tensorboard",
@@ -37,7 +38,7 @@ TRAINED = {
     "text_classification": "",
     "two_models": "",
 }
-WITH_STATE = ("ema", "gan", "two_models")  # beside a model and an optimizer
+WITH_STATE = ("ema", "gan", "hard_examples", "two_models")  # beside a model and an optimizer
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -79,4 +80,4 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 def test_every_other_kind_of_training_is_here():
     table = (RECIPES / "README.md").read_text().partition("## Other kinds of training")[2].partition("## ")[0]
     rows = [line.partition("](")[0].removeprefix("| [") for line in table.splitlines() if line.startswith("| [")]
-    assert len(rows) == 14 and set(rows) <= TRAINED.keys()
+    assert len(rows) == 15 and set(rows) <= TRAINED.keys()
