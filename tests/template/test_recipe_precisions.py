@@ -32,6 +32,7 @@ TRAINED = {
     "pictures": "--logger_name csv tensorboard",
     "profiler": "--profile 2",
     "regression": "",
+    "reinforcement": "",
     "sam": "",
     "segmentation": "",
     "sharded": "--strategy model_parallel",
@@ -80,4 +81,4 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 def test_every_other_kind_of_training_is_here():
     table = (RECIPES / "README.md").read_text().partition("## Other kinds of training")[2].partition("## ")[0]
     rows = [line.partition("](")[0].removeprefix("| [") for line in table.splitlines() if line.startswith("| [")]
-    assert len(rows) == 15 and set(rows) <= TRAINED.keys()
+    assert len(rows) == 16 and set(rows) <= TRAINED.keys()
