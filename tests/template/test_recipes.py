@@ -212,16 +212,47 @@ def named_in(section: str) -> list[str]:
     return re.findall(r"^\| \[\w+(?:\.patch)?\]\((\w+)\.patch\)", text, re.MULTILINE)
 
 
+def apart_in(section: str) -> set[frozenset]:
+    """The pairs that a section of the page names."""
+    text = (RECIPES / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|", text, re.MULTILINE)
+    return {frozenset((one, two)) for left, right in rows for one in left.split(", ") for two in right.split(", ")}
+
+
+def changed_lines(recipe: str) -> set[tuple]:
+    """What a patch changes, with a line before and after: names of files, and numbers of lines in them."""
+    found, name = set(), ""
+    for line in (RECIPES / f"{recipe}.patch").read_text().splitlines():
+        name = line.removeprefix("--- a/") if line.startswith("--- ") else name
+        if hunk := re.match(r"@@ -(\d+)(?:,(\d+))? ", line):
+            first, count = int(hunk[1]), int(hunk[2] or 1)
+            found |= {(name, number) for number in range(first, first + count + 1)}
+    return found
+
+
 KINDS = named_in("Other kinds of training")
 FEATURES = ["ema", *named_in("Features")]  # averaged weights go with other kinds of training
+APART = apart_in("Two recipes together")
+PAIRS = [(kind, feature) for kind in KINDS for feature in FEATURES if kind != feature]
+NEIGHBOURS = [
+    pair
+    for pair in PAIRS
+    if changed_lines(pair[0]) & changed_lines(pair[1])
+    and frozenset(pair) not in APART | apart_in("Pairs that apply and fail")
+]
+# What a recipe needs to be tried, and to run as it is meant to.
+NEEDS = {
+    "crossvalidation": "--fold 1",
+    "distillation": "--teacher {teacher}",
+    "exponential": "--lr_schedule exponential",
+    "profiler": "--profile 1",
+    "sharded": "--strategy model_parallel --devices 1",
+}
 
 
 @pytest.mark.parametrize("first", sorted({*KINDS, *FEATURES}))
 def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path: Path):
     """All other pairs apply, the feature second, and leave the style as it is."""
-    page = (RECIPES / "README.md").read_text().partition("## Two recipes together")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|", page, re.MULTILINE)
-    apart = {frozenset((one, two)) for left, right in rows for one in left.split(", ") for two in right.split(", ")}
     program = with_recipe(first, tmp_path)
     git = ["git", "-c", "user.name=test", "-c", "user.email=test"]
     shutil.copy(REPO / "pyproject.toml", program)
@@ -236,7 +267,28 @@ def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path
         done = subprocess.run([ruff, "check", "--no-cache", "."], cwd=program, capture_output=True, text=True)
         assert done.returncode == 0, (first, second, done.stdout)
         subprocess.run([*git, "stash", "-qu"], cwd=program, check=True)
-    assert fit == [second for second in FEATURES if second != first and frozenset((first, second)) not in apart]
+    assert fit == [second for second in FEATURES if second != first and frozenset((first, second)) not in APART]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    cwd = tmp_path_factory.mktemp("teacher")
+    call(f"train.py {SMALL} --epochs 1", cwd)
+    return run_dir(cwd)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("kind, feature", NEIGHBOURS)
+def test_recipes_that_change_neighbouring_lines_train_together(kind: str, feature: str, teacher: Path, tmp_path: Path):
+    if kind == "text_classification":
+        pytest.importorskip("transformers")
+    program = with_recipe(kind, tmp_path / "program")
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    subprocess.run(["git", "apply", RECIPES / f"{feature}.patch"], cwd=program, env=outside, check=True)
+    options = f"{NEEDS.get(kind, '')} {NEEDS.get(feature, '')}".format(teacher=teacher)
+    steps = "--max_steps 3 --val_interval 1 --log_interval 1 --checkpoint_interval 1 --limit_val_batches 1"
+    call(f"{program}/train.py --accelerator cpu {steps} {options}", tmp_path)
+    call(f"{program}/test.py --accelerator cpu --checkpoint last", tmp_path)
 
 
 def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
