@@ -1,6 +1,7 @@
 """What a run computes, prints and writes. All runs of this file are listed in RUNS; each test looks at some of them."""
 
 import csv
+import gc
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import torch
 from conftest import ON_2, REPO, SMALL, call, run, run_dir
 from edits import replace
 
+import cli
 import train
 import utils
 from config import TrainConfig
@@ -290,6 +292,18 @@ def test_denormal_numbers_are_zero_on_a_cpu():
         assert denormal() == 0
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_garbage_is_collected_while_the_program_runs():
+    """Only the imports went without. Otherwise what refers to itself would fill the memory."""
+    gc.disable()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.run(lambda config: int(gc.isenabled()), TrainConfig())
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert ended.value.code == 1
 
 
 # ---- when to log, to validate and to save: three questions
