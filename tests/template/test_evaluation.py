@@ -244,6 +244,13 @@ def test_a_mistake_in_the_code_of_the_data_is_not_taken_for_a_wrong_data_dir(fin
     assert 'data.py", line' in error and "test.py: error: KeyError: 'images'" in error.splitlines()[-1]
 
 
+def test_a_data_dir_that_cannot_be_read_is_told_in_one_line(finished: Path, tmp_path: Path):
+    program = insert_before(tmp_path / "program", "digits", 'open(f"{config.data_dir}/test.pt")')
+    options = f"--out_dir {finished} --accelerator cpu --data_dir nowhere"
+    error = call(f"{program}/test.py {options}", tmp_path, code=2).stderr
+    assert error.startswith("test.py: error: --data_dir nowhere: ") and error.endswith(": 'nowhere/test.pt'\n")
+
+
 # ---- a user's own dataset, from end to end
 
 OWN = '''

@@ -222,6 +222,16 @@ class Forged:
         return os.mkdir, ("code-was-run",)
 
 
+def test_a_checkpoint_with_one_wrong_bit_is_not_evaluated(finished, tmp_path):
+    """It would be loaded without a word: the bit is in a tensor."""
+    damaged, content = tmp_path / "damaged.ckpt", bytearray((finished / "checkpoints" / "best.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    torch.load(damaged, weights_only=True)
+    error = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1).stderr
+    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} is damaged; another checkpoint may do\n"
+
+
 @pytest.mark.parametrize("content", [b"", b"no file of torch.save", None])
 def test_weights_that_are_damaged_are_named(finished, tmp_path, content: bytes | None):
     damaged, whole_file = tmp_path / "damaged.pt", (finished / "model.pt").read_bytes()

@@ -152,7 +152,7 @@ def test_test_py_waits_as_well(program, folder, tmp_path):
     end(start(f"{program}/train.py {SMALL} --epochs 1", tmp_path, **call_env))
     for name in ("go", "whole", "log"):
         (folder / name).unlink()
-    process = start(f"{program}/test.py --devices 2 --accelerator cpu", tmp_path, **call_env)
+    process = start(f"{TORCHRUN} {program}/test.py --accelerator cpu", tmp_path, **call_env)  # it starts both at once
     wait_for(lambda: log(folder, "began"))
     (folder / "go").touch()
     end(process)
