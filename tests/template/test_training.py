@@ -418,6 +418,11 @@ def test_checkpoint_frequency_and_num_checkpoint_keep(runs, name, steps):
     assert checkpoint_names(runs(name)) == ["best", *(f"step-{step:08d}" for step in steps)]
 
 
+def test_with_intervals_alone_the_best_one_is_kept_as_well(tmp_path):
+    call(f"train.py {SMALL} --checkpoint_frequency None --checkpoint_interval 8", tmp_path)
+    assert checkpoint_names(Run("", "", tmp_path)) == ["best", "step-00000008", "step-00000016", "step-00000020"]
+
+
 def test_without_validation_and_checkpoints_only_the_last_one_is_left(runs):
     assert checkpoint_names(runs("bare")) == ["step-00000020"]
     assert [row["step"] for row in rows(runs("bare"))] == [4, 8, 12, 16, 20]
