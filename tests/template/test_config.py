@@ -514,6 +514,12 @@ def test_epochs_become_steps(options: dict, steps: tuple, intervals: tuple):
     assert (plan.log_interval, plan.val_interval, plan.save_interval) == intervals
 
 
+def test_the_whole_training_set_may_be_one_batch():
+    assert plan_of(train_samples=64, effective_batch_size=64).steps_per_epoch == 1
+    with pytest.raises(ConfigError, match="^--effective_batch_size 65: there are only 64 training samples$"):
+        plan_of(train_samples=64, effective_batch_size=65)
+
+
 @pytest.mark.parametrize("limited, expected", [(None, 200), (2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0)])
 def test_a_validation_is_limited_in_effective_batches(limited: int | float | None, expected: int):
     """So it is the same on any number of devices."""

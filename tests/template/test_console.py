@@ -28,7 +28,7 @@ from conftest import (
     start,
     wait_for,
 )
-from edits import replace
+from edits import insert_after, replace
 
 from config import RunError
 from loggers import Console, format_row
@@ -229,6 +229,24 @@ def test_the_state_is_running_after_a_validation_and_then_interrupted_and_at_las
     call(f"train.py --resume train_out --max_steps {second['step'] + 500}", tmp_path)  # longer than an end takes
     third = last_summary(tmp_path)
     assert third["state"] == "finished" and third["seconds"] > second["seconds"] > first["seconds"]
+
+
+def test_the_summary_of_a_resume_has_what_that_of_the_run_had(tmp_path):
+    """Also before its next save. By the checkpoint the run knows that it is not a new one, if all files are lost."""
+    slow = insert_after(tmp_path / "slow", "step is done", "import time\n\ntime.sleep(1)")
+    call(f"{slow}/train.py {SMALL} --epochs 1", tmp_path)
+    fails = insert_after(tmp_path / "fails", "step is done", "raise ValueError(step)")
+    call(f"{fails}/train.py --resume auto --epochs 2", tmp_path, code=1)
+    summary = last_summary(tmp_path)
+    assert summary["state"] == "failed" and summary["checkpoint"] == 4 and 4 < summary["seconds"] < 600
+    assert "train/loss" in summary["last"]
+
+
+def test_the_summary_has_a_checkpoint_as_soon_as_it_is_there(tmp_path):
+    kill = "import os\n\nif step == 5:\n    os.kill(os.getpid(), 9)"
+    program = insert_after(tmp_path / "program", "step is done", kill)
+    run(f"{program}/train.py {SMALL}", tmp_path, code=-signal.SIGKILL)
+    assert last_summary(tmp_path)["checkpoint"] == 4
 
 
 def test_a_run_that_failed_says_so(tmp_path):

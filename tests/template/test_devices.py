@@ -94,6 +94,17 @@ def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
     assert model.weight.grad.item() == pytest.approx(max_norm or 3, rel=1e-4)
 
 
+def test_the_norm_that_a_step_logs_and_clips_is_that_of_unscaled_gradients(scaled, tmp_path):
+    """Up to the rounding of float16 and bfloat16; the scale is 4."""
+    options = f"{SMALL} --max_steps 3 --max_grad_norm 0.1 --log_interval 1 --logger_name csv"
+    norms = []
+    for name, command in (("plain", "train.py --precision bf16-mixed"), ("scaled", f"{scaled}/train.py")):
+        (tmp_path / name).mkdir()
+        call(f"{command} {options}", tmp_path / name)
+        norms.append([float(row["train/grad_norm"]) for row in history(tmp_path / name)])
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+
+
 ADAMW = "torch.optim.AdamW([*model.parameters()]{}, weight_decay=config.weight_decay, fused=True)"
 # The parameters of the first layer have an optimizer of their own.
 TWO_OPTIMIZERS = {

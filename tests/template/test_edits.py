@@ -6,8 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ON_2, SMALL, call, history, run, run_dir, start, without_locks
-from edits import insert_before, replace
+from edits import insert_after, insert_before, replace
 
 # Stands before `build_datasets`, which it replaces: SAMPLE is what the datasets give for an image and its target.
 NEW_DATA = """
@@ -70,6 +71,15 @@ def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Pa
     error = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=2).stderr
     assert "1 samples are too few" in error.splitlines()[-1] and "Traceback" not in error
     assert list(cwd.iterdir()) == []
+
+
+def test_a_dataset_that_draws_random_numbers_leaves_the_weights_to_the_seed(program: Path, cwd: Path):
+    """Also one that does so only when it downloads."""
+    insert_before(program, "split", "torch.rand(7)")
+    call(f"train.py {SMALL} --epochs 1 --out_dir same", cwd)
+    call(f"{program}/train.py {SMALL} --epochs 1 --out_dir drawn", cwd)
+    same, drawn = (torch.load(run_dir(cwd, name) / "model.pt", weights_only=True) for name in ("same", "drawn"))
+    torch.testing.assert_close(drawn, same, atol=0, rtol=0)
 
 
 def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(program: Path, cwd: Path):
@@ -284,6 +294,13 @@ def test_a_backward_pass_mistake_changes_nothing_of_a_run_that_is_resumed(fails_
 
 LOSS = "F.cross_entropy(logits, targets)"
 NO_LOSS = "must return, first, a dict with a `loss` that has a gradient: was it detached, or is the whole model frozen?"
+
+
+def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode(program: Path, cwd: Path):
+    """As pretrained ones do. A validation ends with the mode of training; here is none."""
+    insert_before(program, "set up model", "model.eval()")
+    insert_after(program, "batch", "assert model.training and model.module.training")
+    call(f"{program}/train.py {SMALL} --epochs 1 {NO_VALIDATION}", cwd)
 
 
 @pytest.mark.parametrize("options", ["", NO_VALIDATION])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ON_2, SMALL, call, run, run_dir
+from conftest import ON_2, SMALL, call, kill_group, run, run_dir, start
 from edits import insert_before, replace
 from lightning.fabric import Fabric
 
@@ -114,6 +114,7 @@ def test_other_batch_size_and_precision(finished: Path, expected: tuple):
     assert (Path(report["checkpoint"]).name, report["num_samples"]) == ("model.pt", COUNTS["test"])
     assert report["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=0.01)
     first, second = logits.softmax(dim=1).topk(2).values.T
+    assert (report["predictions"][0] - logits).abs().max() > 1e-4  # not float32
     is_same = report["predictions"][0].argmax(dim=1) == logits.argmax(dim=1)
     assert (is_same | (first - second < 0.02)).all()
 
@@ -204,6 +205,50 @@ def test_the_data_are_those_of_the_training_whatever_the_default_is_now(tmp_path
     assert "data of mine\n" in call(f"{program}/train.py {SMALL} --epochs 1 --data_dir mine", tmp_path).stdout
     assert "data of mine\n" in call(f"{program}/test.py", tmp_path).stdout
     assert "data of other\n" in call(f"{program}/test.py --data_dir other", tmp_path).stdout
+
+
+def test_data_that_are_split_at_random_are_split_as_in_the_training(tmp_path: Path):
+    """Otherwise the test set would have samples that the model was trained with."""
+    program = insert_before(tmp_path / "program", "split", 'print("split", torch.randperm(1000)[:5].tolist())')
+    trained = call(f"{program}/train.py {SMALL} --epochs 1 --seed 7", tmp_path).stdout
+    evaluated = call(f"{program}/test.py --accelerator cpu", tmp_path).stdout
+    assert re.findall("^split .*$", evaluated, re.MULTILINE) == re.findall("^split .*$", trained, re.MULTILINE) != []
+
+
+def test_the_batches_are_those_of_a_validation_in_the_training(tmp_path: Path):
+    """Four micro-batches: after out of memory in the training, the evaluation does not run out of it."""
+    program = insert_before(tmp_path / "program", "batch", 'print("a batch of", len(batch[1]))')
+    call(f"train.py {SMALL} --epochs 1 --micro_batch_size 8", tmp_path)
+    printed = call(f"{program}/test.py --accelerator cpu", tmp_path).stdout
+    assert max(map(int, re.findall(r"a batch of (\d+)", printed))) == 32
+
+
+def test_a_worker_that_delivers_nothing_ends_the_evaluation(finished: Path, tmp_path: Path):
+    """The number of workers and the timeout are options of test.py, not those of the training."""
+    hangs = "import time\n\nif torch.utils.data.get_worker_info():\n    time.sleep(1000)"
+    program = insert_before(tmp_path / "program", "fetch", hangs)
+    options = f"--out_dir {finished} --accelerator cpu --num_workers 1 --timeout 3"
+    process = start(f"{program}/test.py {options}", tmp_path)
+    try:
+        error = process.communicate(timeout=100)[1]
+    finally:
+        if process.poll() is None:
+            kill_group(process)
+    assert process.returncode == 1
+    assert "(--num_workers) died, or did not deliver for --timeout 3 seconds" in error.splitlines()[-1]
+
+
+def test_a_mistake_in_the_code_of_the_data_is_not_taken_for_a_wrong_data_dir(finished: Path, tmp_path: Path):
+    program = insert_before(tmp_path / "program", "digits", '{}["images"]')
+    error = call(f"{program}/test.py --out_dir {finished} --accelerator cpu", tmp_path, code=1).stderr
+    assert 'data.py", line' in error and "test.py: error: KeyError: 'images'" in error.splitlines()[-1]
+
+
+def test_a_data_dir_that_cannot_be_read_is_told_in_one_line(finished: Path, tmp_path: Path):
+    program = insert_before(tmp_path / "program", "digits", 'open(f"{config.data_dir}/test.pt")')
+    options = f"--out_dir {finished} --accelerator cpu --data_dir nowhere"
+    error = call(f"{program}/test.py {options}", tmp_path, code=2).stderr
+    assert error.startswith("test.py: error: --data_dir nowhere: ") and error.endswith(": 'nowhere/test.pt'\n")
 
 
 # ---- a user's own dataset, from end to end

@@ -222,6 +222,16 @@ class Forged:
         return os.mkdir, ("code-was-run",)
 
 
+def test_a_checkpoint_with_one_wrong_bit_is_not_evaluated(finished, tmp_path):
+    """It would be loaded without a word: the bit is in a tensor."""
+    damaged, content = tmp_path / "damaged.ckpt", bytearray((finished / "checkpoints" / "best.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    torch.load(damaged, weights_only=True)
+    error = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1).stderr
+    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} is damaged; another checkpoint may do\n"
+
+
 @pytest.mark.parametrize("content", [b"", b"no file of torch.save", None])
 def test_weights_that_are_damaged_are_named(finished, tmp_path, content: bytes | None):
     damaged, whole_file = tmp_path / "damaged.pt", (finished / "model.pt").read_bytes()
@@ -271,6 +281,16 @@ def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
+def test_a_disk_that_fills_up_within_a_checkpoint_is_told_by_the_words_of_the_system(tmp_path):
+    """torch.save has others for it. The checkpoint is the only file of more than 100 kB."""
+    process = start(f"train.py {SMALL} --width 64", tmp_path)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert error == "train.py: error: OSError: [Errno 27] File too large\n"
+    assert not any(tmp_path.glob("*/checkpoints/*"))
+
+
 def test_a_mistake_in_the_dataset_shows_its_traceback_and_one_short_line(tmp_path):
     """Also where a data worker met it: the worker has not died."""
     mistake = 'if self.shift and 7 in index:\n    raise ValueError("bad 7")'
@@ -305,6 +325,12 @@ def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: st
     program = insert_before(tmp_path / "program", point, mistake)
     error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
     assert f'{name}", line' in error and f"train.py: error: {told}" in error.splitlines()[-1]
+
+
+def test_a_message_of_several_lines_is_told_whole_in_the_last_line(tmp_path):
+    program = insert_before(tmp_path / "program", "forward", 'raise ValueError("three channels\\nare expected")')
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
+    assert error.splitlines()[-1].startswith("train.py: error: ValueError: three channels are expected; ")
 
 
 def test_data_workers_that_cannot_all_be_started_end_the_run(tmp_path):

@@ -3,6 +3,7 @@ lives. What was cut off by a kill is begun again."""
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -152,8 +153,9 @@ def test_test_py_waits_as_well(program, folder, tmp_path):
     end(start(f"{program}/train.py {SMALL} --epochs 1", tmp_path, **call_env))
     for name in ("go", "whole", "log"):
         (folder / name).unlink()
-    process = start(f"{program}/test.py --devices 2 --accelerator cpu", tmp_path, **call_env)
+    process = start(f"{TORCHRUN} {program}/test.py --accelerator cpu", tmp_path, **call_env)  # it starts both at once
     wait_for(lambda: log(folder, "began"))
+    time.sleep(5)  # until the other has come there
     (folder / "go").touch()
     end(process)
     assert len(log(folder, "began")) == 1 and len(log(folder, "called")) == 2

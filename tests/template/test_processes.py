@@ -222,15 +222,16 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     assert_whole_checkpoints(tmp_path)
 
 
-def test_an_exception_in_one_rank_is_named_and_ends_the_others(tmp_path):
-    raises = 'if step == 30 and fabric.global_rank == 1:\n    raise ValueError("deliberate")'
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_one_rank_is_named_and_ends_the_others(rank: int, tmp_path):
+    raises = f'if step == 30 and fabric.global_rank == {rank}:\n    raise ValueError("deliberate")'
     repo = insert_after(tmp_path / "repo", "step is done", raises)
     cwd = tmp_path / "run"
     cwd.mkdir()
     process = start(f"{repo}/{SLOW} {ON_2}", cwd)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    assert error.count("train.py: error: rank 1: ValueError: deliberate") == error.count("Traceback") == 1
+    assert error.count(f"train.py: error: rank {rank}: ValueError: deliberate") == error.count("Traceback") == 1
     assert newest(cwd) == 28
     assert_whole_checkpoints(cwd)
 

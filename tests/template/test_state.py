@@ -235,6 +235,28 @@ def test_what_comes_into_state_later_is_named_at_the_next_save(program: Path, cw
     assert checkpoint(cwd, "step-00000004")["seen"] == {"file": ""}
 
 
+# Its state_dict has what a checkpoint cannot hold.
+KEEPS = """
+class Keeps:
+    def state_dict(self):
+        return {"recent": __import__("collections").deque()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+"""
+
+
+def test_the_first_checkpoint_is_read_back(program: Path, cwd: Path):
+    """What is in a state_dict is not looked at before."""
+    insert_before(program, "functions", KEEPS)
+    insert_before(program, "state", '"keeps": Keeps(),')
+    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    assert "the checkpoint cannot be read back: are there other than plain values in `state`?" in error
+    assert "Traceback" not in error and list(run_dir(cwd).glob("checkpoints/*")) == []
+
+
 # ---- what another command line changes
 
 

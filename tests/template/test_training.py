@@ -1,6 +1,7 @@
 """What a run computes, prints and writes. All runs of this file are listed in RUNS; each test looks at some of them."""
 
 import csv
+import gc
 import json
 import math
 import re
@@ -13,9 +14,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ON_2, REPO, SMALL, call, run, run_dir
-from edits import replace
+from conftest import ON_2, REPO, SMALL, call, on_one_and_two, run, run_dir
+from edits import insert_after, insert_before, replace
 
+import cli
 import train
 import utils
 from config import TrainConfig
@@ -34,6 +36,7 @@ RUNS = {
     "compile": f"train.py {SMALL} --epochs 1 --limit_train_batches 2 --num_sanity_val_steps 0 --compile",
     "plain": f"train.py {ALL_STEPS} --checkpoint_frequency 2 --num_checkpoint_keep 2",
     "64x1": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --checkpoint_frequency 0.5 --num_checkpoint_keep None",
+    "32x2": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --micro_batch_size 32",
     "16x4": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --micro_batch_size 16",
     "clipped": f"UNSHIFTED/train.py {NOTHING_RANDOM} --micro_batch_size 16 --epochs 1 --limit_train_batches 1 "
     "--max_grad_norm 0.01",
@@ -46,6 +49,8 @@ RUNS = {
     "bf16-true": f"train.py {SMALL} --epochs 2 --precision bf16-true",
     "64-true": f"train.py {SMALL} --epochs 2 --precision 64-true",
     "early": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 2",
+    "earlier": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 1 "
+    "--checkpoint_frequency 100",
     "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency None --summary",
     "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 3",  # it has two epochs
     "steps": f"train.py {SMALL} --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
@@ -130,8 +135,9 @@ def test_the_batch_arithmetic_is_printed_as_an_equation(runs, name, equation):
     assert runs(name).out.count(f"effective_batch_size {equation}\n") == 1
 
 
-def test_accumulating_4_micro_batches_of_16_trains_like_one_batch_of_64(runs):
-    assert_same_training(runs("64x1"), runs("16x4"))
+@pytest.mark.parametrize("name", ["32x2", "16x4"])
+def test_accumulating_micro_batches_trains_like_one_batch_of_64(runs, name: str):
+    assert_same_training(runs("64x1"), runs(name))
 
 
 def test_2_processes_train_like_1_with_dropout_and_augmentation(runs):
@@ -221,10 +227,30 @@ def test_what_is_not_part_of_each_step_is_not_in_its_time(owner, name: str, monk
 
     monkeypatch.setattr(utils, "time", SimpleNamespace(perf_counter=lambda: clock() + late[0]))
     monkeypatch.setattr(owner, name, takes_long)
-    train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=6, log_interval=1,
+    train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=6, log_interval=2,
                            val_interval=2, checkpoint_interval=3, logger_name=("csv",)))  # fmt: skip
     rates = [row["samples_per_second"] for row in rows(Run("", "", tmp_path))]
-    assert late[0] >= 1e6 and len(rates) == 6 and min(rates) > 0.01
+    assert late[0] >= 1e6 and len(rates) == 3 and min(rates) > 0.01
+
+
+# A clock that counts how often it is asked.
+COUNTS = """
+import itertools
+import types
+
+utils.time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+
+
+"""
+
+
+def test_the_samples_of_all_processes_count(tmp_path):
+    """By a clock on which a step of one process takes as long as one of two."""
+    program = insert_before(tmp_path / "program", "functions", COUNTS)
+    rates = []
+    for folder in on_one_and_two(f"{program}/train.py {SMALL} --epochs 1 --log_interval 1", tmp_path):
+        rates.append([row["samples_per_second"] for row in rows(Run("", "", folder))])
+    assert rates[0] == rates[1] and len(rates[0]) == 4
 
 
 def test_the_means_of_many_steps_take_little_memory(monkeypatch, tmp_path):
@@ -246,6 +272,16 @@ def test_the_whole_gradient_is_clipped_once_and_logged_as_it_was_before(runs):
     # AdamW's first average of the gradients is 0.1 of the gradient that it was given.
     averages = [s["exp_avg"] for s in checkpoint(runs("clipped"), "step-00000001")["optimizer"]["state"].values()]
     assert torch.cat([average.flatten() for average in averages]).norm() == pytest.approx(0.1 * 0.01, rel=1e-4)
+
+
+def test_a_step_that_is_not_logged_is_clipped_as_well(tmp_path):
+    for interval in (1, 8):
+        call(f"train.py {SMALL} --max_steps 8 --max_grad_norm 0.01 --val_interval 8 --log_interval {interval} "
+             f"--out_dir every_{interval}", tmp_path)  # fmt: skip
+    each, last = (
+        torch.load(run_dir(tmp_path, f"every_{interval}") / "model.pt", weights_only=True) for interval in (1, 8)
+    )
+    torch.testing.assert_close(last, each, atol=0, rtol=0)
 
 
 # ---- learning rate: 5 epochs of 4 steps, base_lr 4e-3
@@ -290,6 +326,18 @@ def test_denormal_numbers_are_zero_on_a_cpu():
         assert denormal() == 0
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_garbage_is_collected_while_the_program_runs():
+    """Only the imports went without. Otherwise what refers to itself would fill the memory."""
+    gc.disable()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.run(lambda config: int(gc.isenabled()), TrainConfig())
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert ended.value.code == 1
 
 
 # ---- when to log, to validate and to save: three questions
@@ -370,6 +418,11 @@ def test_checkpoint_frequency_and_num_checkpoint_keep(runs, name, steps):
     assert checkpoint_names(runs(name)) == ["best", *(f"step-{step:08d}" for step in steps)]
 
 
+def test_with_intervals_alone_the_best_one_is_kept_as_well(tmp_path):
+    call(f"train.py {SMALL} --checkpoint_frequency None --checkpoint_interval 8", tmp_path)
+    assert checkpoint_names(Run("", "", tmp_path)) == ["best", "step-00000008", "step-00000016", "step-00000020"]
+
+
 def test_without_validation_and_checkpoints_only_the_last_one_is_left(runs):
     assert checkpoint_names(runs("bare")) == ["step-00000020"]
     assert [row["step"] for row in rows(runs("bare"))] == [4, 8, 12, 16, 20]
@@ -377,14 +430,25 @@ def test_without_validation_and_checkpoints_only_the_last_one_is_left(runs):
     assert "val" not in runs("bare").out.split("epoch  ")[1]
 
 
-def test_early_stopping_ends_the_run_as_a_finished_one(runs):
-    done = runs("early")  # with this learning rate nothing gets better after the first epoch
-    assert re.search(r"after 12\b.* steps", done.out)
-    assert rows(done)[-1]["step"] == 12
+@pytest.mark.parametrize("name, end", [("early", 12), ("earlier", 8)])
+def test_early_stopping_ends_the_run_as_a_finished_one(runs, name: str, end: int):
+    done = runs(name)  # with this learning rate nothing gets better after the first epoch
+    assert f"finished after {end} of 20 steps" in done.out
+    assert rows(done)[-1]["step"] == end
     assert checkpoint(done, "best")["step"] == 4
-    last = checkpoint(done, "step-00000012")
-    assert last["step"] == 12
+    last = checkpoint(done, f"step-{end:08d}")
+    assert last["step"] == end
     torch.testing.assert_close(weights(done), dict(last["model"]), atol=0, rtol=0)
+
+
+def test_patience_counts_the_validations_since_the_best_one(tmp_path):
+    """A new best one ends the count. The first figure is that of the validation before the training."""
+    program = insert_before(tmp_path / "program", "functions", "FIGURES = iter([0, 1, 0, 0, 2, 0, 0, 0, 9])\n\n\n")
+    loss = '{"loss": F.cross_entropy(logits, targets), "figure": 0 if model.training else next(FIGURES)}'
+    replace(program, "values", loss)
+    options = f"{SMALL} --epochs 8 --monitor val/figure --monitor_mode max --early_stopping_patience 3"
+    printed = call(f"{program}/train.py {options}", tmp_path).stdout
+    assert "finished after 28 of 32 steps, best val/figure 2 at step 16" in printed
 
 
 # ---- debugging
@@ -401,6 +465,14 @@ def test_a_fast_run_reaches_a_second_epoch(tmp_path, options: str, epochs: list[
     printed = call(f"train.py --accelerator cpu --fast_run {options}", tmp_path).stdout
     assert re.findall(r"^ +([\d.]+) +\d+ ", printed, re.MULTILINE) == epochs
     assert f"finished after {options or 2} of {options or 2} steps" in printed
+
+
+@pytest.mark.parametrize("asked, batches", [(0, 1), (1, 1), (3, 3)])
+def test_the_first_validation_has_as_many_batches_as_asked_for_but_one_at_least(asked: int, batches: int, tmp_path):
+    program = insert_after(tmp_path / "program", "batch", 'print("a batch")')
+    options = f"{SMALL} --effective_batch_size 16 --epochs 1 --limit_val_batches None --num_sanity_val_steps {asked}"
+    printed = call(f"{program}/train.py {options}", tmp_path).stdout
+    assert printed.partition("1 x cpu")[0].count("a batch") == batches
 
 
 def test_the_summary_shows_layers_and_the_number_of_parameters(runs):
