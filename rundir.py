@@ -35,8 +35,9 @@ from utils import atomically, parameters_of
 FORMAT = 2  # of checkpoints
 TIMESTAMP = "%Y%m%d-%H%M%S"
 PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
-# The commit, and the names of changed files. fsmonitor would be a program that the checkout names. Nothing without git.
-GIT_STATUS = "exec git -c core.fsmonitor=false status --porcelain=v2 --branch"
+# The commit, and the names of changed files; nothing without git. It takes no lock, which would fail a `git commit` at
+# the same time, and starts no fsmonitor, which would be a program that the checkout names.
+GIT_STATUS = "exec git --no-optional-locks -c core.fsmonitor=false status --porcelain=v2 --branch"
 
 # ---- checkpoints
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import platform
 import re
 import shlex
@@ -277,7 +278,7 @@ def test_provenance_keeps_all_starts_of_the_same_second(tmp_path):
 
 def test_provenance_has_the_commit_of_the_code_and_names_what_differs_from_it(tmp_path):
     """Also when started elsewhere; run directories in the repository are no changes of it. No program runs that the
-    configuration of the repository names."""
+    configuration of the repository names, and its index is neither locked nor written."""
     repo, elsewhere = tmp_path / "repo", tmp_path / "elsewhere"
     repo.mkdir()
     elsewhere.mkdir()
@@ -297,6 +298,8 @@ def test_provenance_has_the_commit_of_the_code_and_names_what_differs_from_it(tm
     hook.chmod(0o755)
     for name in ("core.fsmonitor", "diff.external"):
         git("config", name, str(hook))
+    os.utime(repo / "train.py", (0, 0))  # git would note the new time in its index
+    index = (repo / ".git" / "index").read_bytes()
     for cwd in (repo, elsewhere):
         call(f"{repo}/train.py {SMALL} --max_steps 1 --logger_name csv", cwd)
         (repo / "model.py").write_text((repo / "model.py").read_text() + "# changed\n")
@@ -306,3 +309,4 @@ def test_provenance_has_the_commit_of_the_code_and_names_what_differs_from_it(tm
         assert f"# branch.oid {commit}" in found
         assert [line.split()[-1] for line in found if line.startswith(("1 .", "? "))] == changed
     assert not (tmp_path / "hook_was_run").exists()
+    assert (repo / ".git" / "index").read_bytes() == index
