@@ -1,5 +1,5 @@
 #!/bin/bash
-# Makes the pictures of README.md from a fresh run with the default options; about half a minute.
+# Makes the pictures of README.md and docs/ from a fresh run with the default options; about half a minute.
 #   docs/pictures.sh [FOLDER]    # default: docs
 # Needs python with requirements.txt and matplotlib, and chromium: apt install chromium fonts-dejavu
 set -euo pipefail
