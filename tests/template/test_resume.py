@@ -255,7 +255,11 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
+def other_contents(path: Path) -> None:
+    torch.save({"weights": torch.ones(3)}, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, other_contents])
 def test_a_damaged_checkpoint_is_named_and_put_aside_and_the_one_before_is_taken(whole, killed, tmp_path, damage):
     """What a kill has left half written is removed without a word."""
     cwd = copied(killed, tmp_path)
@@ -312,7 +316,12 @@ def truncate_all(folder: Path) -> None:
         truncate(path)
 
 
-@pytest.mark.parametrize("damage", [truncate_all, shutil.rmtree])
+def truncate_all_and_lose_the_summary(folder: Path) -> None:
+    truncate_all(folder)
+    (folder.parent / "summary.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate_all, truncate_all_and_lose_the_summary, shutil.rmtree])
 def test_without_a_whole_checkpoint_nothing_is_done_and_nothing_deleted(killed, tmp_path, damage):
     """It had one once, so it is not begun again."""
     cwd = copied(killed, tmp_path)
