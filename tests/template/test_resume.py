@@ -281,9 +281,10 @@ def test_a_damaged_checkpoint_is_named_and_put_aside_and_the_one_before_is_taken
 
 
 def test_odd_things_in_a_run_directory_do_not_stop_a_resume(whole, killed, tmp_path):
-    """A folder with the name of a temporary file, and a best.ckpt whose step is a text."""
+    """Folders with the names of a temporary file and of a log, and a best.ckpt whose step is a text."""
     cwd = copied(killed, tmp_path)
     (run_dir(cwd) / "notes.tmp").mkdir()
+    (run_dir(cwd) / "logs" / "of-mine-1.0").mkdir()
     best = run_dir(cwd) / "checkpoints" / "best.ckpt"
     forged = torch.load(best, weights_only=True)
     forged["checkpoint"]["step"] = "many"
