@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,8 @@ def first_process_alone(config, *options: str) -> Iterator[None]:
     """On each machine, one process runs the body alone, which may download the data that these options name. The others
     with the same values wait as long as it lives, and then run the body together. If it dies, one of them is the first.
     Raises ConfigError, which names the options, for an OSError or ImportError of the body: others are bugs."""
-    key = zlib.crc32(repr([os.getuid(), ROOT, *attrgetter(*options)(config)]).encode())
+    values = [getattr(config, name) for name in options]
+    key = zlib.crc32(repr([os.getuid(), ROOT, values]).encode())
     path = Path(tempfile.gettempdir()) / f"build_datasets-{key:08x}.lock"
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits; ends with the process
