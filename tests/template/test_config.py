@@ -250,9 +250,9 @@ def test_answers_without_importing_torch(script: str, options: str, code: int):
     assert not re.search(r"\| +(torch|lightning|numpy|sklearn)$", done.stderr, re.MULTILINE)
 
 
-def groups_of_help(script: str, **env: str) -> dict[str, list]:
+def groups_of_help(script: str) -> dict[str, list]:
     """The names of the options that --help shows, by the titles of their groups."""
-    text = run(f"{script} --help", REPO, **env).stdout
+    text = run(f"{script} --help", REPO).stdout
     groups: dict[str, list] = {}
     for title, name in re.findall(r"^(?:(\S.*):|  --([\w.]+).*)$", text, re.MULTILINE):
         if title:

@@ -20,12 +20,16 @@ RECIPES = REPO / "recipes"
 PATCHES = sorted([*RECIPES.glob("*.patch"), *REPO.glob("benchmarks/*.patch")])
 
 
-def with_patch(patch: Path, folder: Path) -> Path:
-    """A copy of the programs in `folder`, with the patch applied."""
-    copy_programs(folder)
+def apply(patch: Path, folder: Path) -> Path:
+    """Applies a patch to the programs in `folder`."""
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
     subprocess.run(["git", "apply", patch], cwd=folder, env=outside, check=True)
     return folder
+
+
+def with_patch(patch: Path, folder: Path) -> Path:
+    """A copy of the programs in `folder`, with the patch applied."""
+    return apply(patch, copy_programs(folder))
 
 
 def with_recipe(name: str, folder: Path) -> Path:
@@ -282,9 +286,7 @@ def teacher(tmp_path_factory) -> Path:
 def test_recipes_that_change_neighbouring_lines_train_together(kind: str, feature: str, teacher: Path, tmp_path: Path):
     if kind == "text_classification":
         pytest.importorskip("transformers")
-    program = with_recipe(kind, tmp_path / "program")
-    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
-    subprocess.run(["git", "apply", RECIPES / f"{feature}.patch"], cwd=program, env=outside, check=True)
+    program = apply(RECIPES / f"{feature}.patch", with_recipe(kind, tmp_path / "program"))
     options = f"{NEEDS.get(kind, '')} {NEEDS.get(feature, '')}".format(teacher=teacher)
     steps = "--max_steps 3 --val_interval 1 --log_interval 1 --checkpoint_interval 1 --limit_val_batches 1"
     how = run if "sharded" in (kind, feature) else call  # its launcher would change the threads of this process
