@@ -11,7 +11,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,8 +253,9 @@ class Loader(DataLoader):
         if self._iterator is None:  # some may have started before another one failed to start
             workers = torch.multiprocessing.active_children()
         else:
-            self._iterator._shutdown_workers()
             workers = self._iterator._workers
+            with suppress(RuntimeError):  # a worker of another Loader that dies meanwhile
+                self._iterator._shutdown_workers()
         for worker in workers:
             worker.kill()
 

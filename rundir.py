@@ -252,7 +252,8 @@ class RunDir:
         self.fabric = fabric
         self.config = config
         self.state = state
-        self.resources = resources
+        # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
+        self.resources = resources.enter_context(ExitStack())
         self.path: Path | Any = None  # until `restore` or `start`; Any, since most methods are called after them
         self.origin = ""  # the checkpoint that a resume has restored
         self.loggers: list = []

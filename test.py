@@ -135,7 +135,7 @@ def main(config: TestConfig) -> int:
         train_config, data_dir=config.data_dir, num_workers=config.num_workers, timeout=config.timeout
     )
     fabric = build_fabric(config)
-    fabric.seed_everything(train_config.seed, verbose=False)
+    fabric.seed_everything(train_config.seed)
     with first_process_alone(train_config, "dataset", "data_dir"):
         dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size

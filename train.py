@@ -105,7 +105,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     stop_signals = StopSignals(config.timeout, resources)
 
     # ---- model, optimizer, metrics
-    fabric.seed_everything(config.seed, verbose=False)
+    fabric.seed_everything(config.seed)
     # On the CPU: a seed means the same weights on every kind of device.
     model: Any = build_model(config, train_set)
     if config.compile:
@@ -144,7 +144,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- a first validation: a mistake in the model or the data shows before anything is written
     sanity_results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
-    console = Console(fabric.is_global_zero, state["step"], plan.total_steps, config.monitor, resources)
+    console = Console(fabric.is_global_zero, state["step"], plan.total_steps, config.monitor, run.resources)
     header(console, fabric, config, plan, run, model, saved_size)
 
     # ---- the loop
@@ -228,7 +228,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, model, saved: int | None):
     """Prints what will happen."""
     device = fabric.device.type
-    precision: str = config.precision
+    precision = config.precision
     if device == "cuda":
         device = torch.cuda.get_device_name(fabric.device)
         if torch.cuda.is_tf32_supported():
@@ -264,7 +264,7 @@ def main(config: TrainConfig) -> int:
         per_epoch = (steps + 1) // 2  # the run has two epochs: what happens between them is tried, too
         config = replace(config, max_steps=steps, limit_train_batches=per_epoch, limit_val_batches=steps)
     fabric = build_fabric(config)
-    fabric.seed_everything(config.seed, verbose=False)  # for a dataset that is split at random
+    fabric.seed_everything(config.seed)  # for a dataset that is split at random
     with first_process_alone(config, "dataset", "data_dir"):
         datasets = build_datasets(config)
     return launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))

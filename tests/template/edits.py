@@ -60,6 +60,7 @@ POINTS = {
     "Fabric": ("launch.py", "        return PlainFabric(**options)\n"),
     "next batch": ("utils.py", "        batch = next(batches)\n"),
     "progress line": ("loggers.py", "self.printed + 30"),
+    "run ends": ("rundir.py", '        if error and any(self.path.glob("checkpoints/*.ckpt")):\n'),
     "final weights": ("rundir.py", "            torch.save(load(checkpoints_of(self.path)[0])[name], file)\n"),
 }
 

@@ -14,6 +14,7 @@ from conftest import (
     LONG,
     NO_SHARED_STORE,
     ON_2,
+    PREEMPTED,
     REPO,
     SLOW,
     SMALL,
@@ -35,7 +36,7 @@ from conftest import (
     wait_for,
     without_locks,
 )
-from edits import copy_programs, insert_after
+from edits import copy_programs, insert_after, insert_before
 
 
 def free_port() -> int:
@@ -257,6 +258,39 @@ def test_a_data_worker_that_dies_or_freezes_ends_the_run(signal_number, tmp_path
     assert process.returncode == 1
     assert "data worker" in line and "--num_workers" in line and "--timeout 15 seconds" in line
     assert f"--resume {run_dir(tmp_path).name}" in line
+    assert_whole_checkpoints(tmp_path)
+
+
+DIES_MEANWHILE = """
+for child in torch.multiprocessing.active_children():
+    child.kill()
+time.sleep(1)
+"""
+
+
+def test_a_data_worker_that_dies_while_the_run_ends_does_not_hide_how_to_go_on(tmp_path):
+    repo = insert_before(tmp_path / "repo", "run ends", DIES_MEANWHILE)
+    cwd = tmp_path / "run"
+    cwd.mkdir()
+    process = start(f"{repo}/{SLOW} --num_workers 1", cwd)
+    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
+    pids = descendants(process.pid)
+    os.kill(pids[1], signal.SIGKILL)
+    *_, line = end_of(process, pids)
+    assert "data worker" in line and f"--resume {run_dir(cwd).name}" in line
+    assert last_summary(cwd)["state"] == "failed"
+
+
+def test_a_data_worker_that_dies_while_another_is_ended_leaves_none(tmp_path):
+    """The one of the validation is frozen: the run waits five seconds for its end."""
+    process, pids = started(tmp_path, "--num_workers 1 --val_interval 1000000")
+    _, of_validation, of_training = pids
+    os.kill(of_validation, signal.SIGSTOP)
+    process.terminate()
+    wait_for(lambda: process.poll() is not None or "next: " in (run_dir(tmp_path) / "train.log").read_text())
+    os.kill(of_training, signal.SIGKILL)
+    end_of(process, pids)
+    assert process.returncode in (PREEMPTED, 1)  # 1: it died before the end of the other had begun
     assert_whole_checkpoints(tmp_path)
 
 
