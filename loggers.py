@@ -156,12 +156,13 @@ class CSVLogger:
 
 
 class TensorBoardLogger:
-    """Writes event files. TensorBoard groups values by the part of the name before the slash."""
+    """Writes event files, in the run directory itself: TensorBoard calls a run by the path of their directory. It groups
+    values by the part of the name before the slash."""
 
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(run_dir / "logs" / "tensorboard", purge_step=last_step + 1)
+        self.writer = SummaryWriter(run_dir, purge_step=last_step + 1)
 
     def log_metrics(self, row: dict, step: int):
         for name, value in row.items():

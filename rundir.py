@@ -124,7 +124,7 @@ def settings_of(optimizer: Optimizer) -> list:
 def named_tensors(state: dict) -> dict:
     """The tensors in `state` by name: the entry of a module, a dot, the name in the module's state_dict, and the shape;
     or the entry of a tensor, and the shape. A tied parameter has several names."""
-    named: dict = {}
+    named = {}
     for entry, value in state.items():
         if isinstance(value, Tensor):
             named[f"{entry} {tuple(value.shape)}"] = value
@@ -495,7 +495,8 @@ class RunDir:
     def write_checkpoint(self, saved: dict, step: int, is_regular: bool, is_best: bool):
         folder = self.path / "checkpoints"
         best = folder / "best.ckpt"
-        for path in (self.path / "logs").rglob("*.*"):  # first the rows before this checkpoint: a resume needs them
+        # Not **/*.*: a process that closes .lock loses its lock.
+        for path in [*self.path.glob("events.*"), *self.path.glob("logs/**/*.*")]:  # first the rows before this checkpoint: a resume needs them
             if path.is_file():
                 with open(path) as file:
                     os.fsync(file.fileno())
@@ -510,7 +511,7 @@ class RunDir:
                 os.link(best, regular)
         if self.config.num_checkpoint_keep:
             steps = regular_checkpoints(self.path)
-            for path in sorted(steps, key=lambda path: steps[path])[: -self.config.num_checkpoint_keep]:
+            for path in sorted(steps, key=steps.__getitem__)[: -self.config.num_checkpoint_keep]:
                 path.unlink()
         self.summary["checkpoint"] = step
         self.write_summary("running")

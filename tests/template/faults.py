@@ -133,7 +133,7 @@ def copy_of_interrupted(cwd: Path) -> Path:
 
 def curves(cwd: Path) -> dict:
     """TensorBoard's curves, without what is measured of the process."""
-    if not (run_dir(cwd) / "logs" / "tensorboard").exists():
+    if not [*run_dir(cwd).glob("events.*")]:
         return {}
     board = read_tensorboard(run_dir(cwd))
     names = set(board.Tags()["scalars"]) - {f"vitals/{name}" for name in MEASURED}

@@ -133,9 +133,15 @@ def test_a_logged_loss_is_the_mean_over_the_steps_since_the_last(csv_only, offli
 def read_tensorboard(folder: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(folder / "logs" / "tensorboard"), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     board.Reload()
     return board
+
+
+def test_tensorboard_calls_a_run_by_its_directory(resumed):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    assert [*EventMultiplexer().AddRunsFromDirectory(str(resumed.parent)).Runs()] == [resumed.name]
 
 
 def test_tensorboard_has_the_steps_and_values_of_the_csv_each_once(resumed):
