@@ -156,8 +156,8 @@ class CSVLogger:
 
 
 class TensorBoardLogger:
-    """Writes event files, in the run directory itself: TensorBoard calls a run by the path of their directory. It groups
-    values by the part of the name before the slash."""
+    """Writes event files, in the run directory itself: TensorBoard calls a run by the path of their directory. It
+    groups values by the part of the name before the slash."""
 
     def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
         from torch.utils.tensorboard import SummaryWriter

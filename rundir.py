@@ -495,8 +495,8 @@ class RunDir:
     def write_checkpoint(self, saved: dict, step: int, is_regular: bool, is_best: bool):
         folder = self.path / "checkpoints"
         best = folder / "best.ckpt"
-        # Not **/*.*: a process that closes .lock loses its lock.
-        for path in [*self.path.glob("events.*"), *self.path.glob("logs/**/*.*")]:  # first the rows before this checkpoint: a resume needs them
+        # First the rows before this checkpoint: a resume needs them. Not **/*.*: who closes .lock loses the lock.
+        for path in [*self.path.glob("events.*"), *self.path.glob("logs/**/*.*")]:
             if path.is_file():
                 with open(path) as file:
                     os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 `python tests/template/faults.py` is the long version: hundreds of kills, and every fault in every place.
 """
 
+import errno
 import os
 import pickle
 import re
@@ -140,6 +141,23 @@ def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, 
     assert_same_run(cwd, two_saves)
     assert_same_best(cwd, two_saves)
     assert not [*run_dir(cwd).glob("**/*.tmp")]
+
+
+def test_without_hard_links_the_best_checkpoint_is_that_of_its_step(two_saves, tmp_path, monkeypatch):
+    """As on file systems for memory sticks, and some of networks."""
+
+    def not_supported(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", not_supported)
+    call(TWO_SAVES, tmp_path)
+    last = run_dir(tmp_path) / "checkpoints" / "step-00000004.ckpt"
+    assert sorted(last.parent.iterdir()) == [last.with_name("best.ckpt"), last]
+    last.unlink()
+    (run_dir(tmp_path) / "model.pt").unlink()
+    assert "best.ckpt" in call("train.py --resume auto", tmp_path).stdout
+    assert_same_run(tmp_path, two_saves)
+    assert_same_best(tmp_path, two_saves)
 
 
 def test_a_row_of_the_log_that_was_cut_is_written_again(whole, tmp_path):

@@ -115,7 +115,7 @@ def test_a_new_run_needs_a_shared_directory(tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
-@pytest.mark.parametrize("differs", ["run", "checkpoint", "option"])
+@pytest.mark.parametrize("differs", ["run", "checkpoint", "lost checkpoint", "option"])
 def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
     for host in "01":
         (tmp_path / host).mkdir()
@@ -124,12 +124,14 @@ def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
             (copy / "model.pt").unlink()
     if differs == "checkpoint":
         truncate(copy / "checkpoints" / "step-00000008.ckpt")
+    if differs == "lost checkpoint":
+        (copy / "checkpoints" / "step-00000008.ckpt").unlink()
     before = without_locks(tmp_path)
     options = f"--resume auto {MICRO_16} --base_lr {'1e-$((2+NODE_RANK))' if differs == 'option' else '1e-3'}"
     error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {options}", tmp_path, code=2).stderr
     for line in last_lines(error):
         assert "rank 1 on host1 " in line
-        assert ("does not see" if differs == "checkpoint" else "has other files or options") in line
+        assert ("does not see" if "checkpoint" in differs else "has other files or options") in line
     assert len(last_lines(error)) == 2  # one a host
     assert without_locks(tmp_path) == before
 
