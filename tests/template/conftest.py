@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from edits import apply, copy_programs
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
@@ -291,18 +292,7 @@ def diffs(page: str) -> list[str]:
 
 def edited(diff: str, folder: Path) -> Path:
     """A copy of the programs in `folder`, with the diff applied."""
-    for path in REPO.glob("*.py"):
-        shutil.copy(path, folder)
-    _, *parts = re.split(r"^--- (.+)\n", diff, flags=re.MULTILINE)
-    for name, hunks in zip(parts[::2], parts[1::2], strict=True):
-        text = "\n" + (folder / name).read_text()
-        for hunk in re.split(r"^@@\n", hunks, flags=re.MULTILINE):
-            old, new = ("\n".join(["", *(line[1:] for line in hunk.splitlines() if line[:1] in f"{sign} ")] + [""])
-                        for sign in "-+")  # fmt: skip
-            assert text.count(old) == 1, f"{name} has this {text.count(old)} times:{old}"
-            text = text.replace(old, new)
-        (folder / name).write_text(text[1:])
-    return folder
+    return apply(diff, copy_programs(folder))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """The places of the programs that tests edit, by name. Where a change of the programs moves one, this file follows it,
 and no test changes: a test says what it edits, not what the text around it is."""
 
+import os
 import shutil
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -71,6 +73,13 @@ def copy_programs(folder: Path) -> Path:
     for path in REPO.glob("*.py"):
         if not (folder / path.name).exists():
             shutil.copy(path, folder)
+    return folder
+
+
+def apply(patch: str, folder: Path) -> Path:
+    """Applies the text of a patch to the programs in `folder`."""
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
+    subprocess.run(["git", "apply"], input=patch, text=True, cwd=folder, env=outside, check=True)
     return folder
 
 

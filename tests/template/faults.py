@@ -577,20 +577,29 @@ def full_disk_of_the_logs(tries):
 
 
 @fault(processes=1, root=True)
-def read_only_checkpoints(tries):
-    with tries("remounted") as cwd:
+def read_only_disk(tries):
+    for folder in ("checkpoints", "."):
+        with tries(folder) as cwd:
 
-        def blow(process):
-            subprocess.run(["mount", "--bind", "-o", "ro", *2 * [run_dir(cwd) / "checkpoints"]], check=True)
+            def blow(process):
+                path = run_dir(cwd) / folder  # noqa: B023
+                subprocess.run(["mount", "--bind", "-o", "ro", path, path], check=True)
 
-        done = strike(f"train.py {LONG}", cwd, blow)
-        subprocess.run(["umount", run_dir(cwd) / "checkpoints"], check=True)
-        check_failed(done, 1, "Read-only", "--resume")
-        run(f"train.py --resume {run_dir(cwd).name}", cwd)
-        check_same(cwd, LONG)
+            done = strike(f"train.py {LONG}", cwd, blow)
+            subprocess.run(["umount", run_dir(cwd) / folder], check=True)
+            check_failed(done, 1, "Read-only", "--resume")
+            run(f"train.py --resume {run_dir(cwd).name}", cwd)
+            check_same(cwd, LONG)
 
 
 # ---- a rank that is killed, frozen, or raises
+
+
+FREEZES_RANK_0 = """
+import os, signal
+if fabric.global_rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+""".strip()
 
 
 def one_rank(tries: Tries, number: int | None, seconds: float) -> None:
@@ -598,14 +607,20 @@ def one_rank(tries: Tries, number: int | None, seconds: float) -> None:
     for launcher in ("", TORCHRUN):
         for rank in (0, 1):
             with tries(f"rank {rank}{' of torchrun' * bool(launcher)}") as cwd:
-                raising = f"if fabric.global_rank == {rank}:\n    raise ValueError('deliberate')"
-                repo = REPO if number else at_step(cwd, 37, raising)
+                repo = REPO
+                # For rank 0 the others wait as long as it lives, if it was frozen while it saves: not here.
+                freezes_itself = number == signal.SIGSTOP and rank == 0
+                if freezes_itself:
+                    repo = at_step(cwd, 37, FREEZES_RANK_0)
+                elif number is None:
+                    repo = at_step(cwd, 37, f"if fabric.global_rank == {rank}:\n    raise ValueError('deliberate')")
                 options = f"{LONG} --timeout 15" if launcher else f"{LONG} --timeout 15 {ON_2}"
 
                 def blow(process):
                     pids = [pid_of(i, process, launched=bool(launcher)) for i in (0, 1)]  # noqa: B023
-                    os.kill(pids[rank], number or 0)  # noqa: B023
-                    if number == signal.SIGSTOP and not launcher and rank == 0:  # noqa: B023
+                    if not freezes_itself:  # noqa: B023
+                        os.kill(pids[rank], number or 0)  # noqa: B023
+                    elif not launcher:  # noqa: B023
                         wait_for(lambda: not is_running(pids[1]), seconds)
                         os.kill(pids[0], signal.SIGKILL)  # there is nobody else to end it
 

@@ -13,23 +13,16 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from conftest import ON_2, REPO, SMALL, call, history, run, run_dir
-from edits import copy_programs, replace
+from conftest import ON_2, REPO, SMALL, call, edited, history, run, run_dir
+from edits import apply, copy_programs, replace
 
 RECIPES = REPO / "recipes"
 PATCHES = sorted([*RECIPES.glob("*.patch"), *REPO.glob("benchmarks/*.patch")])
 
 
-def apply(patch: Path, folder: Path) -> Path:
-    """Applies a patch to the programs in `folder`."""
-    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
-    subprocess.run(["git", "apply", patch], cwd=folder, env=outside, check=True)
-    return folder
-
-
 def with_patch(patch: Path, folder: Path) -> Path:
     """A copy of the programs in `folder`, with the patch applied."""
-    return apply(patch, copy_programs(folder))
+    return edited(patch.read_text(), folder)
 
 
 def with_recipe(name: str, folder: Path) -> Path:
@@ -286,7 +279,7 @@ def teacher(tmp_path_factory) -> Path:
 def test_recipes_that_change_neighbouring_lines_train_together(kind: str, feature: str, teacher: Path, tmp_path: Path):
     if kind == "text_classification":
         pytest.importorskip("transformers")
-    program = apply(RECIPES / f"{feature}.patch", with_recipe(kind, tmp_path / "program"))
+    program = apply((RECIPES / f"{feature}.patch").read_text(), with_recipe(kind, tmp_path / "program"))
     options = f"{NEEDS.get(kind, '')} {NEEDS.get(feature, '')}".format(teacher=teacher)
     steps = "--max_steps 3 --val_interval 1 --log_interval 1 --checkpoint_interval 1 --limit_val_batches 1"
     how = run if "sharded" in (kind, feature) else call  # its launcher would change the threads of this process
