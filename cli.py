@@ -99,7 +99,7 @@ class Parser(ArgumentParser):
 
 def words_of(argv: list[str]) -> dict:
     """The options of a command line as words. If an option is given twice, the later one wins. Raises ConfigError."""
-    given: dict = {}
+    given = {}
     words: list[str] | None = None  # of the last option
     for arg in argv:
         if arg.startswith("--"):
@@ -170,7 +170,7 @@ def words_of_yaml(text: str, source: str) -> dict:
         raise ConfigError(f"{source}cannot be read: {error}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{source}expected lines of `option: value`")
-    given: dict = {}
+    given = {}
     for name, key, node in leaves_of(root) if root else ():
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
@@ -395,7 +395,7 @@ HINTS = {
         "another process died, or did not answer for --timeout {timeout:g} seconds: see its message"
     ),
     r"any parameter that requires a gradient.*\n": (
-        "a frozen model needs no fabric.setup_module: call .to(fabric.device).eval()"
+        "freeze the model after fabric.setup_module; one that is only called needs none: .to(fabric.device).eval()"
     ),
     r"Target -?\d+ is out of bounds.*\n": "a class index must be at least 0 and below the number of classes",
     r"not NoneType\n.*\n.*data_dir": "--data_dir is not given",
@@ -403,6 +403,7 @@ HINTS = {
     r"'(train|val|test|NoneType)'.*\n.*\n.*datasets.*\[": "build_datasets must return a dict of train, val and test",
     r"\n.*\n.*setup_module\(": "build_model must return an nn.Module",
     r"\n.*\n.*= compute_loss\(": "compute_loss must return three: a dict of means, the number of samples, a tuple",
+    r"Sizes of tensors.*\n.*\n.*cat\(parts\)": "--predictions: pad the outputs to one shape in all batches",
     r"\n.*\n.*metrics\.update\(": "compute_loss must return, third, the arguments of metrics.update",
 }
 
@@ -416,10 +417,8 @@ def parse_or_exit(parse: Callable) -> Any:
         die_with_launcher()
     gc.disable()  # until `run`: the imports create a million objects that stay, and the start takes 2 s less
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
-    if sys.stdout is None:  # if it was closed
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         return parse(sys.argv[1:])
     except ConfigError as error:

@@ -156,8 +156,8 @@ FIXED_ON_RESUME = (
 LENGTH_OPTIONS = ("epochs", "max_steps", "early_stopping_patience")
 PER_HOST_OPTIONS = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
 # Words in the name of a value that tell whether it is best when it is lowest, or highest.
-LOW_IS_BEST = "loss error perplexity mae mse rmse nll wer cer fid"
-HIGH_IS_BEST = "accuracy acc f1 auroc auc precision recall iou dice bleu r2"
+LOW_IS_BEST = "loss error distance perplexity mae mse rmse nll wer cer fid"
+HIGH_IS_BEST = "accuracy acc match f1 auroc auc precision recall iou dice bleu r2"
 
 
 def options_of(config: Any, prefix: str = "") -> dict:

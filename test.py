@@ -31,7 +31,7 @@ from utils import atomically
 
 
 class KeepOutputs:
-    """Metrics that also keep their arguments on the CPU: tensors with a row per sample.
+    """Metrics that also keep their arguments on the CPU: tensors with a row per sample, of one shape in all batches.
 
     The logits of a language model may not fit into memory. compute_loss can then return less to the metrics when
     `model.training` is False, for example the maximum of the logits, or the log-probabilities of the targets.

@@ -45,7 +45,8 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
     """Forward pass and loss of training, validation and test.py. `model.training` is True only in training. torch's
     generators are seeded before each call; NumPy's and Python's are not. What only a training step has, such as a
     weight that grows with the step or a teacher, is a further argument, whose default is what a validation uses:
-    `compute_loss(model, batch, config, teacher=None)`.
+    `compute_loss(model, batch, config, teacher=None)`. Call the model as `model(...)` alone: its other methods do not
+    run in mixed precision, and fail on several devices.
 
     Args:
         model: The model of `build_model`, set up by Fabric.
@@ -54,7 +55,7 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 
     Returns:
         values: The means over the batch by name. All are logged, `loss` is minimized.
-        count: The number of samples in the batch.
+        count: The number of samples in the batch: the weight of the means. recipes/data.md has means over tokens.
         outputs: The arguments of `metrics.update`.
     """
     images, targets = batch
@@ -88,13 +89,14 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
     means = utils.Means(fabric)
     set_seed = seeder(fabric, "validate", config.seed)
     metrics.reset()
+    was_training = model.training
     model.eval()
     for number, batch in enumerate(islice(loader, max_batches)):
         set_seed(number * fabric.world_size + fabric.global_rank)
         values, count, outputs = compute_loss(model, batch, config)
         means.add(values, count)
         metrics.update(*outputs)
-    model.train()
+    model.train(was_training)
     return means.take(metrics.compute())  # waits for the device
 
 
@@ -120,7 +122,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- state: a resume restores what is in this dict, and nothing else
     state: dict = {
-        "model": model,
+        "model": model,  # what test.py evaluates, and model.pt has: put here what is validated
         "optimizer": optimizer,
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed
         "means": means,  # of what compute_loss returned since the last log

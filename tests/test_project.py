@@ -196,6 +196,21 @@ def test_the_finished_run_is_evaluated(whole: Path):
     assert json.loads(report.read_text())["num_samples"] > 0
 
 
+def test_what_was_validated_is_what_is_evaluated(tmp_path: Path):
+    """If this fails, state["model"] of train.py is not the model that is validated, or a validation depends on what a
+    checkpoint does not have."""
+    run(f"train.py {small(max_steps='2', val_interval='2', limit_val_batches='None')}", tmp_path)
+    folder = run_dir(tmp_path)
+    run(f"test.py {small(config.TestConfig, out_dir=folder.name)} --split val --checkpoint last", tmp_path)
+    (path,) = folder.glob("test_val_*.json")
+    report = json.loads(path.read_text())
+    last = history(folder)[-1]
+    common = [name for name in report if f"val/{name}" in last]
+    assert "loss" in common
+    validated = [float(last[f"val/{name}"]) for name in common]
+    assert [report[name] for name in common] == pytest.approx(validated, rel=1e-5, nan_ok=True)
+
+
 # ---- options
 
 

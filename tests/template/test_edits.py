@@ -249,7 +249,7 @@ def test_a_module_that_is_set_up_without_a_gradient_is_told_what_to_do(program: 
     insert_before(program, "set up model", "fabric.setup_module(nn.Linear(2, 2).requires_grad_(False))")
     error = run(f"{program}/train.py {SMALL} {ON_2} --timeout 20", cwd, code=1).stderr
     line = [line for line in error.splitlines() if "error: rank" in line][0]
-    assert "a frozen model needs no fabric.setup_module: call .to(fabric.device).eval()" in line
+    assert "freeze the model after fabric.setup_module" in line
 
 
 FAILS_BACKWARD = """
@@ -301,6 +301,20 @@ def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode(progr
     insert_before(program, "set up model", "model.eval()")
     insert_after(program, "batch", "assert model.training and model.module.training")
     call(f"{program}/train.py {SMALL} --epochs 1 {NO_VALIDATION}", cwd)
+
+
+VALIDATED_IN_EVALUATION_MODE = """
+model.eval()
+validate(fabric, config, model, val_loader, metrics)
+assert not model.training and not model.module.training
+"""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_validation_leaves_a_model_in_the_mode_it_was_in(precision: str, program: Path, cwd: Path):
+    """As that of a teacher, which the next step needs without dropout."""
+    insert_before(program, "loop begins", VALIDATED_IN_EVALUATION_MODE)
+    call(f"{program}/train.py {SMALL} --epochs 1 --precision {precision}", cwd)
 
 
 @pytest.mark.parametrize("options", ["", NO_VALIDATION])

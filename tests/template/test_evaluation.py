@@ -193,6 +193,16 @@ def test_predictions_that_cannot_be_kept_are_refused_in_one_line(
     assert set(folder.rglob("*")) == before
 
 
+def test_predictions_of_several_shapes_are_told_what_to_do(finished: Path, tmp_path: Path):
+    """As those of sequences that are padded to the longest of a batch."""
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    program = replace(tmp_path / "program", "outputs", "(logits[:, : 5 + len(targets) % 2],)\n")
+    replace(program, "metrics", '{"mean": __import__("torchmetrics").MeanMetric()}')
+    error = call(f"{program}/test.py --accelerator cpu --predictions --batch_size 7", tmp_path, code=1).stderr
+    assert "--predictions: pad the outputs to one shape in all batches" in error.splitlines()[-1]
+    assert not [*folder.glob("predictions_*")]
+
+
 def test_the_data_are_those_of_the_training_whatever_the_default_is_now(tmp_path: Path):
     code = (
         "from dataclasses import replace\nprint(f'data of {config.data_dir}')\nconfig = replace(config, data_dir=None)"
