@@ -394,9 +394,6 @@ HINTS = {
     r"(?s)^Dist\w+Error|^RuntimeError.*([Gg]loo|NCCL|Connection closed by peer)": (
         "another process died, or did not answer for --timeout {timeout:g} seconds: see its message"
     ),
-    r"any parameter that requires a gradient.*\n": (
-        "freeze the model after fabric.setup_module; one that is only called needs none: .to(fabric.device).eval()"
-    ),
     r"Target -?\d+ is out of bounds.*\n": "a class index must be at least 0 and below the number of classes",
     r"not NoneType\n.*\n.*data_dir": "--data_dir is not given",
     r"IndexError.*\n.*\n.*dataset\[0\]": "is the dataset empty?",

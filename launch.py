@@ -118,9 +118,11 @@ class ResumableDDP(DDPStrategy):
         )
         self.find_unused_parameters = config.strategy.endswith("find_unused_parameters_true")
 
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+    def setup_module(self, module: nn.Module) -> nn.Module:
         """Like Fabric's, but on the current CUDA stream. Fabric 2.6.6 uses a side stream, so that all gradients cross
         streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module  # DDP refuses a model in which nothing is trained
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(
             module,

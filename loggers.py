@@ -55,13 +55,12 @@ class Console:
         self.columns: list = []
         self.shown: dict = {}
         self.printed = time.monotonic()
-        nowhere = resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - closed with the resources
         self.bar = tqdm(
             initial=step,
             total=total_steps,
             unit="step",
             bar_format="{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
-            file=sys.stderr if self.is_terminal else nowhere,  # str(self.bar) is the line of progress
+            delay=0 if self.is_terminal else 1e9,  # seconds: not shown, but str(self.bar) is printed
             disable=False,  # also if TQDM_DISABLE is set
         )
         resources.push(self.close)
