@@ -487,7 +487,8 @@ class RunDir:
         if other:
             raise RunError(
                 f"the weights of {other} are not those of rank 0 after step {step}: "
-                "do random numbers differ that are drawn outside compute_loss? inside, the step seeds them"
+                "do random numbers differ that are drawn outside compute_loss? inside, the step seeds them; "
+                "or was a module frozen when it was set up, and trained later?"
             )
         if not math.isfinite(norm_of_rank_0):
             raise RunError(f"the weights are not finite after step {step}")

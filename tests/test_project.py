@@ -206,7 +206,7 @@ def test_what_was_validated_is_what_is_evaluated(tmp_path: Path):
     report = json.loads(path.read_text())
     last = history(folder)[-1]
     common = [name for name in report if f"val/{name}" in last]
-    assert "loss" in common
+    assert common != []
     validated = [float(last[f"val/{name}"]) for name in common]
     assert [report[name] for name in common] == pytest.approx(validated, rel=1e-5, nan_ok=True)
 

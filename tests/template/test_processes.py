@@ -214,6 +214,20 @@ def test_rank_0_gives_up_after_the_timeout_if_another_was_frozen_meanwhile(phase
     one.communicate()
 
 
+def test_a_rank_that_is_done_does_not_end_one_that_is_closing(tmp_path):
+    """Rank 0 closes slowly, as wandb does on a slow line. Its launcher kills all, if another one has ended by then."""
+    repo = insert_before(tmp_path / "repo", "run ends", "time.sleep(8)")
+    cwd = tmp_path / "run"
+    cwd.mkdir()
+    process = start(f"{repo}/{SLOW} {ON_2}", cwd)
+    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
+    pids = descendants(process.pid)
+    process.terminate()
+    end_of(process, pids)
+    assert process.returncode == PREEMPTED
+    assert last_summary(cwd)["state"] == "interrupted"
+
+
 def test_a_killed_rank_ends_the_others(tmp_path):
     process, pids = started(tmp_path, ON_2)
     os.kill(pids[1], signal.SIGKILL)
