@@ -490,8 +490,8 @@ def advice(error: Exception, config: Any, frame: str = "") -> list:
 
 def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
     """Ends the process, with a last line on stderr. If all ranks end alike, but not with 0, the first process of each
-    machine prints the line, and its launcher ends the others while they wait. So one that fails alone is heard, too, and
-    no launcher kills rank 0 while it is closing because another rank has ended."""
+    machine prints the line, and its launcher ends the others while they wait. So one that fails alone is heard, too,
+    and no launcher kills rank 0 while it is closing because another rank has ended."""
     if of_all_ranks and code and not is_local_zero():
         time.sleep(10)
         of_all_ranks = False
