@@ -219,9 +219,7 @@ def test_a_rank_that_is_done_does_not_end_one_that_is_closing(tmp_path):
     repo = insert_before(tmp_path / "repo", "run ends", "time.sleep(8)")
     cwd = tmp_path / "run"
     cwd.mkdir()
-    process = start(f"{repo}/{SLOW} {ON_2}", cwd)
-    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
-    pids = descendants(process.pid)
+    process, pids = started(cwd, ON_2, repo=repo)
     process.terminate()
     end_of(process, pids)
     assert process.returncode == PREEMPTED
@@ -286,9 +284,7 @@ def test_a_data_worker_that_dies_while_the_run_ends_does_not_hide_how_to_go_on(t
     repo = insert_before(tmp_path / "repo", "run ends", DIES_MEANWHILE)
     cwd = tmp_path / "run"
     cwd.mkdir()
-    process = start(f"{repo}/{SLOW} --num_workers 1", cwd)
-    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
-    pids = descendants(process.pid)
+    process, pids = started(cwd, "--num_workers 1", repo=repo)
     os.kill(pids[1], signal.SIGKILL)
     *_, line = end_of(process, pids)
     assert "data worker" in line and f"--resume {run_dir(cwd).name}" in line
