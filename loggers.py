@@ -61,6 +61,7 @@ class Console:
             unit="step",
             bar_format="{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
             delay=0 if self.is_terminal else 1e9,  # seconds: not shown, but str(self.bar) is printed
+            miniters=0,  # otherwise tqdm's thread may show it
             disable=False,  # also if TQDM_DISABLE is set
         )
         resources.push(self.close)

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -415,16 +415,16 @@ class RunDir:
         base = Path(self.config.root_dir) / self.config.out_dir
         with as_config_error(self.config, "root_dir", "out_dir"):
             base.parent.mkdir(parents=True, exist_ok=True)
-            seconds = time.time()
-            for newest in named_folders(base)[:1]:
-                seconds = max(seconds, time.mktime(time.strptime(newest.name[:15], TIMESTAMP)))
+            moment = datetime.now()  # without a time zone: later by name in the hour that a clock repeats, too
+            for other in named_folders(base):
+                moment = max(moment, datetime.strptime(other.name[:15], TIMESTAMP))
             while True:
-                self.path = base.with_name(f"{time.strftime(TIMESTAMP, time.localtime(seconds))}-{base.name}")
+                self.path = base.with_name(f"{moment:{TIMESTAMP}}-{base.name}")
                 with suppress(FileExistsError):
                     self.path.mkdir()
                     self.take_lock()
                     return self.path
-                seconds += 1
+                moment += timedelta(seconds=1)
 
     # ---- now and then
 

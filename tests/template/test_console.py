@@ -136,6 +136,28 @@ def test_without_a_terminal_a_line_of_progress_comes_after_a_while_without_anoth
     assert "step/s" not in call(f"train.py {SMALL} --out_dir other", tmp_path).stdout  # which takes less than that
 
 
+WITH_TQDM_MONITOR = """
+import time
+from contextlib import ExitStack
+from tqdm import tqdm
+from loggers import Console
+tqdm.monitor_interval = 0.01
+with ExitStack() as resources:
+    console = Console(True, 0, 10, "val/loss", resources)
+    for _ in range(10):
+        console.update({})
+        time.sleep(0.05)
+"""
+
+
+def test_no_bar_is_drawn_without_a_terminal_also_if_the_environment_sets_tqdm(tmp_path):
+    """Not by tqdm's thread either, which draws a bar that has not moved for long, whatever its delay."""
+    script = tmp_path / "script.py"
+    script.write_text(WITH_TQDM_MONITOR)
+    settings = {"TQDM_MINITERS": "1000", "TQDM_MAXINTERVAL": "0.01", "PYTHONPATH": str(REPO)}
+    assert run(str(script), tmp_path, **settings).stderr == ""
+
+
 def test_a_signal_is_answered_at_once(tmp_path):
     process = start("train.py --accelerator cpu --width 4 --epochs 1000", tmp_path)
     try:

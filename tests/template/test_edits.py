@@ -301,6 +301,14 @@ LOSS = "F.cross_entropy(logits, targets)"
 NO_LOSS = "must return, first, a dict with a `loss` that has a gradient: was it detached, or is the whole model frozen?"
 
 
+@pytest.mark.parametrize("options", ["--devices 1", "--devices 2", "--devices 2 --micro_batch_size 16"])
+def test_a_wholly_frozen_model_is_told_in_one_line(options: str, program: Path, cwd: Path):
+    insert_before(program, "set up model", "model.requires_grad_(False)")
+    error = run(f"{program}/train.py {SMALL} --effective_batch_size 64 {options}", cwd, code=1).stderr
+    assert "is the whole model frozen?" in error
+    assert list(cwd.iterdir()) == []
+
+
 def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode(program: Path, cwd: Path):
     """As pretrained ones do. A validation ends with the mode of training; here is none."""
     insert_before(program, "set up model", "model.eval()")

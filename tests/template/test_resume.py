@@ -358,3 +358,9 @@ def test_a_new_run_is_later_by_name_than_all_others_of_its_name(tmp_path):
         "21000101-000001-twin",
     ]
     assert not any(latest.iterdir())
+
+
+def test_a_new_run_is_later_by_name_also_in_the_hour_that_the_clock_repeats(tmp_path):
+    (tmp_path / "20991101-015959-train_out").mkdir()  # a second later it is one o'clock again
+    done = run(f"train.py {SMALL} --max_steps 1", tmp_path, TZ="EST5EDT,M3.2.0,M11.1.0")  # New York
+    assert "run directory 20991101-020000-train_out" in done.stdout
