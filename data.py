@@ -127,8 +127,7 @@ class TrainSampler:
         size = self.plan.steps_per_epoch * self.plan.effective_batch_size
         if len(order) < size:
             raise ValueError(f"order: gave {len(order)} indices, an epoch needs at least {size}")
-        used = order[:size]
-        micro_batches = used.reshape(-1, self.plan.micro_batch_size)
+        micro_batches = order[:size].reshape(-1, self.plan.micro_batch_size)
         first = self.step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
         for i in range(first + self.rank, len(micro_batches), self.plan.world_size):
             yield self.epoch * len(micro_batches) + i, micro_batches[i]

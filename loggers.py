@@ -69,7 +69,10 @@ class Console:
     def open_log(self, run_dir: Path):
         """Opens train.log, and writes the lines that were printed before."""
         printed = self.log.getvalue()
-        self.log = open(run_dir / "train.log", "a")  # noqa: SIM115 - closed below
+        path = run_dir / "train.log"
+        if path.is_symlink():  # to any file, if the run directory comes from somebody else
+            path.unlink()
+        self.log = open(path, "a")  # noqa: SIM115 - closed below
         self.log.write(printed)
 
     def print(self, text: str):

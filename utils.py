@@ -43,9 +43,8 @@ class Plan:
 
     def is_due(self, step: int, interval: float) -> bool:
         """Whether this step reaches or passes a multiple of `interval`, or is the last step."""
-        if step == self.total_steps:
-            return True
-        return int(step / interval + 1e-9) > int((step - 1) / interval + 1e-9)
+        steps_since = (step + 1e-6) % interval  # since the last multiple, which rounding must not hide
+        return steps_since < 1 or step == self.total_steps
 
     def is_finished(self, step: int, bad_validations: int) -> bool:
         """Whether the run is finished after a step, and so many validations without a better value."""

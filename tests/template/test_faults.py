@@ -109,13 +109,18 @@ def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(monkeyp
         assert "metrics.csv" in before and any(name.startswith("events.out") for name in before)
 
 
-def test_links_in_a_run_directory_change_no_other_file(tmp_path):
+@pytest.mark.parametrize("name", [".lock", "train.log", "logs/csv/metrics.csv", "config.yaml", "summary.json"])
+def test_links_in_a_run_directory_change_no_other_file(name: str, tmp_path):
+    """A run directory may come from somebody else."""
     call(f"train.py {SMALL} --epochs 1 --logger_name csv", tmp_path)
-    (tmp_path / "precious").write_text("precious")
-    (run_dir(tmp_path) / ".lock").unlink()
-    (run_dir(tmp_path) / ".lock").symlink_to(tmp_path / "precious")
+    path = run_dir(tmp_path) / name
+    precious = tmp_path / "precious"
+    text = path.read_text()
+    precious.write_text(text)
+    path.unlink()
+    path.symlink_to(precious)
     call("train.py --resume auto --epochs 2", tmp_path)
-    assert (tmp_path / "precious").read_text() == "precious"
+    assert precious.read_text() == text
 
 
 @pytest.fixture(scope="module")
