@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,6 @@ class Loader(DataLoader):
 
     def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
         num_workers = 0 if sampler == [] else config.num_workers  # a validation may have no samples
-        has_workers = num_workers > 0
         # Workers share batches by file name. With file descriptors, the loop would wait forever for a frozen worker.
         torch.multiprocessing.set_sharing_strategy("file_system")
         super().__init__(
@@ -215,16 +215,16 @@ class Loader(DataLoader):
             batch_size=None,  # an item of SeededBatches is a whole batch
             collate_fn=torch.nn.Identity(),  # and is collated
             num_workers=num_workers,
-            persistent_workers=has_workers,
+            persistent_workers=num_workers > 0,
             # Python 3.14 would import the main script in each worker by default, and a notebook has none.
-            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
-            timeout=config.timeout if has_workers else 0,
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+            timeout=config.timeout if num_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
-        resources.callback(self.end_workers)
+        resources.callback(self.end_workers, set(active_children()))
 
     def __iter__(self) -> Iterator:
         if self.fabric.device.type != "cpu":  # as fabric.setup_dataloaders does, which would replace the sampler, too
@@ -244,13 +244,13 @@ class Loader(DataLoader):
             yield from self
             step = (self.sampler.epoch + 1) * steps_per_epoch
 
-    def end_workers(self):
+    def end_workers(self, others: set):
         """Ends the workers, also a frozen one. Without this, a stored traceback would keep the iterator, and so the
-        workers, alive."""
+        workers, alive. `others` are the child processes that were there before, as in a notebook."""
         if self.num_workers == 0:
             return
         if self._iterator is None:  # some may have started before another one failed to start
-            workers = torch.multiprocessing.active_children()
+            workers = set(active_children()) - others
         else:
             workers = self._iterator._workers
             with suppress(RuntimeError):  # a worker of another Loader that dies meanwhile

@@ -45,7 +45,7 @@ def build_fabric(config) -> Fabric:
         logging.getLogger(name).setLevel(logging.WARNING)  # train.py prints the devices itself
     # prepare_device refuses the first, 16-mixed and dp; dp has no gradient sync to skip.
     warnings.filterwarnings("ignore", ".*(is not supported on CPU|not support skipping the gradient sync)")
-    options: dict = {name: getattr(config, name) for name in DEVICE_OPTIONS}
+    options = {name: getattr(config, name) for name in DEVICE_OPTIONS}
     with as_config_error(config, *DEVICE_OPTIONS):
         chosen = Fabric(**options).strategy
         prepare_device(config, chosen.root_device.type)

@@ -53,7 +53,7 @@ class KeepOutputs:
 
 def gather(fabric: Fabric, batches: list) -> list:
     """The outputs of all ranks on rank 0, in the order of the samples; [] on other ranks."""
-    ranks: list = [batches]
+    ranks = [batches]
     if dist.is_initialized():
         ranks = [[] for _ in range(fabric.world_size)]
         group = dist.new_group(backend="gloo")  # for tensors on the CPU

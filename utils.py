@@ -318,26 +318,24 @@ class Timer:
 
     device: torch.device  # of the model
     samples_per_batch: int  # of a micro-batch, on all devices together
-    is_running: bool = False
-    began: float = 0.0
+    began: float | None = None  # while the clock is running
     seconds: float = 0.0
     waited: float = 0.0
     batches: int = 0
 
     def stop(self):
         """Stops the clock, if it is running, once the device has finished its work."""
-        if not self.is_running:
+        if self.began is None:
             return
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self.is_running = False
         self.seconds += time.perf_counter() - self.began
+        self.began = None
 
     def next(self, batches: Iterator):
         """The next batch."""
         asked = time.perf_counter()
-        if not self.is_running:
-            self.is_running = True
+        if self.began is None:
             self.began = asked
         batch = next(batches)
         self.waited += time.perf_counter() - asked

@@ -304,6 +304,57 @@ def test_a_data_worker_that_dies_while_another_is_ended_leaves_none(tmp_path):
     assert_whole_checkpoints(tmp_path)
 
 
+def test_a_run_that_fails_before_its_first_batch_ends_no_process_of_a_notebook(tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text(f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+import multiprocessing
+import time
+import train
+
+def compute_loss(*_):
+    raise ValueError("deliberate")
+
+train.compute_loss = compute_loss
+own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+own.start()
+try:
+    train.main(train.TrainConfig(accelerator="cpu", num_workers=1))
+except ValueError:
+    own.join(1)  # a signal takes a moment
+    print("alive" if own.is_alive() else "dead")
+own.kill()
+""")
+    assert run(str(script), tmp_path).stdout.splitlines()[-1] == "alive"
+
+
+def test_a_data_worker_that_cannot_be_started_leaves_none_of_the_others(tmp_path):
+    """Which ignore the signal by which Python would end them, and wait for them."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+import multiprocessing.context
+import train
+
+start = multiprocessing.context.ForkProcess.start
+started = []
+
+def start_one(process):
+    if started:
+        raise OSError(12, "Cannot allocate memory")
+    start(process)
+    started.append(process)
+
+multiprocessing.context.ForkProcess.start = start_one
+try:
+    train.main(train.TrainConfig(accelerator="cpu", num_workers=2))
+except OSError:
+    started[0].join()
+    print("ended")
+""")
+    assert run(str(script), tmp_path).stdout.splitlines()[-1] == "ended"
+
+
 def test_a_second_failure_while_a_run_ends_does_not_hide_how_to_go_on(tmp_path):
     """Where two data workers die, the second may be noticed when the first has ended the loop already."""
     (tmp_path / "fails.py").write_text(f"""
