@@ -587,7 +587,7 @@ def read_only_disk(tries):
 
             done = strike(f"train.py {LONG}", cwd, blow)
             subprocess.run(["umount", run_dir(cwd) / folder], check=True)
-            check_failed(done, 1, "Read-only", "--resume")
+            check_failed(done, 1, "Read-only", "--resume", traceback=True)  # TensorBoard's thread may have one
             run(f"train.py --resume {run_dir(cwd).name}", cwd)
             check_same(cwd, LONG)
 

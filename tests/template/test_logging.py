@@ -13,6 +13,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,20 +163,30 @@ def test_tensorboard_has_the_steps_and_values_of_the_csv_each_once(resumed):
 
 
 def wandb_records(path: Path) -> Iterator:
-    """The records of a .wandb file: 7 bytes, then LevelDB's log format. (wandb has no reader in Python any more.)"""
+    """The records of a .wandb file: 7 bytes, then LevelDB's log format. (wandb has no reader in Python any more.) After
+    a part with a wrong checksum, as a full disk leaves it, the reader goes on in the next block, as LevelDB's does."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, record, position, block = path.read_bytes(), b"", 7, 32768
+    data, record, position, block = path.read_bytes(), None, 7, 32768
     while position + 7 <= len(data):
-        if (left := block - position % block) < 7:  # no header fits into the rest of a block
+        left = block - position % block
+        if left < 7:  # no header fits into the rest of a block
             position += left
             continue
-        length, kind = struct.unpack_from("<HB", data, position + 4)  # behind a checksum
-        record += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(record)
+        checksum, length, kind = struct.unpack_from("<IHB", data, position)
+        end = position + 7 + length
+        if checksum != zlib.crc32(data[position + 6 : end]):  # of the kind and the data
+            record = None
+            position += left
+            continue
+        if kind in (1, 2):  # whole, or the first part
             record = b""
+        if record is not None:
+            record += data[position + 7 : end]
+        if record is not None and kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = None
+        position = end
 
 
 def values(items) -> dict:
