@@ -722,18 +722,20 @@ def loss_becomes_nan(tries):
 @fault(processes=1)
 def out_of_memory(tries):
     with tries("its advice is followed") as cwd:
-        options, advised = f"{SMALL} --epochs 1 --limit_train_batches 1 --width 512 --effective_batch_size 1024", []
+        options = f"{SMALL} --epochs 1 --limit_train_batches 1 --width 512 --effective_batch_size 1024"
+        micro_batch_size = 1024
         done = None
         while done is None or done.returncode:
-            process = start(f"train.py {options} {' '.join(advised[-1:])}", cwd)
+            process = start(f"train.py {options} --micro_batch_size {micro_batch_size}", cwd)
             assert any("steps = " in line for line in process.stdout)  # the last line before the first step
             size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
             resource.prlimit(process.pid, resource.RLIMIT_AS, 2 * (size + (600 << 20),))
             done = end_of(process, cwd)
             if done.returncode:
-                check_failed(done, 1, r"try --micro_batch_size \d+ for the same effective batch size")
-                advised.append(re.search(r"--micro_batch_size \d+", last_line(done))[0])
-        tries.note = f"advised: {', '.join(advised)}"
+                check_failed(done, 1, "out of memory: try a smaller --micro_batch_size")
+                micro_batch_size //= 2
+        check(micro_batch_size < 1024, done, "the memory was enough")
+        tries.note = f"--micro_batch_size {micro_batch_size} fits"
 
 
 # ---- the program
