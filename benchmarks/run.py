@@ -162,10 +162,11 @@ if __name__ == "__main__":
     parser.add_argument("--peers", nargs="*", default=PEERS + BATCHED, choices=PEERS + BATCHED)
     parser.add_argument("--other", help="another checkout, whose template is timed, too")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--python", help="an interpreter that has the peers, instead of benchmarks/.venv")
+    parser.add_argument("--python", help="the interpreter, instead of benchmarks/.venv, or of this one with --start_up")
     parser.add_argument("--start_up", action="store_true")
     options = parser.parse_args()
-    interpreter = options.python or python_with_peers()
+    # A start is not timed beside the packages of the peers: torchmetrics imports transformers where it is installed.
+    interpreter = options.python or (sys.executable if options.start_up else python_with_peers())
     with tempfile.TemporaryDirectory() as temporary:
         if options.start_up:
             table = start_up(interpreter, options.rounds, options.other, Path(temporary))

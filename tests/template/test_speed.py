@@ -7,7 +7,7 @@ import torch
 from conftest import LONG, SMALL, call, diffs, edited, history, killed_and_resumed, run, run_dir
 from edits import copy_programs, insert_after
 
-CHANNELS_LAST, LOSS_INSIDE = diffs("docs/speed.md")
+CHANNELS_LAST, LOSS_INSIDE, TORCH_ALONE = diffs("docs/speed.md")
 
 
 def losses(script: str, cwd: Path, options: str = "") -> list[float]:
@@ -20,7 +20,9 @@ def losses(script: str, cwd: Path, options: str = "") -> list[float]:
     return [float(value) for value in [*rows, loss] if value]
 
 
-@pytest.mark.parametrize("diff", [CHANNELS_LAST, LOSS_INSIDE], ids=["channels_last", "loss inside"])
+@pytest.mark.parametrize(
+    "diff", [CHANNELS_LAST, LOSS_INSIDE, TORCH_ALONE], ids=["channels_last", "loss inside", "torch alone"]
+)
 def test_an_edit_leaves_the_losses_as_they_are(diff: str, tmp_path: Path):
     """But for the rounding of sums in another order. test.py evaluates it, and keeps the logits."""
     program = edited(diff, tmp_path)
@@ -53,5 +55,6 @@ def test_the_memory_format_of_the_model_and_of_its_optimizer_is_that_of_the_edit
 
 
 @pytest.mark.recipes
-def test_a_resume_with_channels_last_is_exact(tmp_path: Path):
-    killed_and_resumed(f"{edited(CHANNELS_LAST, tmp_path)}/{LONG} --epochs 12", tmp_path)
+@pytest.mark.parametrize("diff", [CHANNELS_LAST, TORCH_ALONE], ids=["channels_last", "torch alone"])
+def test_a_resume_after_an_edit_is_exact(diff: str, tmp_path: Path):
+    killed_and_resumed(f"{edited(diff, tmp_path)}/{LONG} --epochs 12", tmp_path)
