@@ -281,14 +281,14 @@ def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | No
 
 
 def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -> Path:
-    """The run directory with this path or name, or the newest with a timestamp and this name that has this file. Raises
-    ConfigError."""
+    """The run directory with this path or name, or the newest with a timestamp and this name: if possible, one that has
+    this file. Raises ConfigError."""
     for path in (Path(root_dir) / name, Path(name)):
         if os.path.isfile(path / "config.yaml"):  # False, not an error, if the directory is not readable
             return path
-    run_dir = newest_run(name, root_dir, file)
+    run_dir = newest_run(name, root_dir, file) or newest_run(name, root_dir)
     if run_dir is None:
-        raise ConfigError(f"{option} {name}: no such run, with a file {file}, in {Path(root_dir).absolute()}")
+        raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
     say(f"{option} {name}: {run_dir} is the newest run of that name that has {file}")
     return run_dir
 

@@ -208,10 +208,10 @@ class WandbLogger:
             self.run.finish(exit_code=int(status == "failed"))
 
 
-def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list[Any]:
+def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list:
     """The loggers of config.logger_name. They are closed with the resources."""
     classes = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
-    loggers: list[Any] = []
+    loggers: list = []
     for name in dict.fromkeys(config.logger_name):  # each once
         loggers.append(classes[name](run_dir, last_step, config))
     # Append any logger of Fabric or Lightning here, as recipes/README.md shows.

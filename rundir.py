@@ -254,7 +254,7 @@ class RunDir:
         self.state = state
         # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
         self.resources = resources.enter_context(ExitStack())
-        self.path: Path | Any = None  # until `restore` or `start`; Any, since most methods are called after them
+        self.path: Any = None  # until `restore` or `start`; Any, since most methods are called after them
         self.origin = ""  # the checkpoint that a resume has restored
         self.loggers: list = []
         self.began = time.monotonic()

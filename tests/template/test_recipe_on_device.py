@@ -133,7 +133,7 @@ def test_workers_are_refused_but_not_for_a_dataset_that_stays_on_the_host(data: 
         loader(data, dataset, torch.device("cpu"), num_workers=1)
     host = loader(data, Subset(dataset, range(100)), torch.device("cpu"), num_workers=1)
     assert [len(targets) for _, targets in host] == [4, 4]
-    host.end_workers()
+    host.end_workers(set())
 
 
 # ---- runs
