@@ -232,10 +232,11 @@ def test_two_gpus_train_like_one_and_are_evaluated(strategy, tmp_path):
     run("train.py --resume two --epochs 3 --devices 1, --strategy auto", tmp_path)  # the second GPU alone
 
 
-# ---- recipes: on_device keeps the samples on the device, prefetch copies the next micro-batch on a stream of its own
+# ---- recipes: on_device keeps the samples on the device, prefetch copies the next micro-batch on a stream of its own,
+# ema averages the weights
 
 
-@pytest.fixture(params=["on_device", "prefetch"])
+@pytest.fixture(params=["on_device", "prefetch", "ema"])
 def recipe(request, tmp_path) -> Path:
     return with_recipe(request.param, tmp_path / "program")
 

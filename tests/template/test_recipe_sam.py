@@ -1,6 +1,8 @@
 """The recipe sam: two passes per step, the second at the weights where the loss is the highest nearby."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,16 @@ def test_same_weights_on_other_devices_and_micro_batches(tmp_path: Path):
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
     killed_and_resumed(f"{program}/{LONG} --epochs 15", tmp_path)
+
+
+def test_a_gradient_that_overflows_moves_no_weight(program: Path):
+    """As it may in 16-mixed, where the step is skipped: the second pass must not put a NaN into BatchNorm's buffers."""
+    code = (
+        "import torch, sam\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "model.weight.grad = torch.tensor([[1.0, torch.inf]])\n"
+        "before = sam.ascend(model, rho=0.5)\n"
+        "assert model.weight.isfinite().all() and torch.equal(model.weight, before[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
