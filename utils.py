@@ -194,54 +194,52 @@ def is_better(value: float, best: float | None, mode: str) -> bool:
 class Means:
     """Means of named values over all ranks since they were last taken. As a part of `state` they survive a resume.
 
-    `add` does not wait for the device: it keeps the values, and sums them later. `take` and `state_dict` wait for the
-    device and for the other ranks, so all ranks must call them, with values of the same names."""
-
-    MAX_VALUES = 1000  # values of a name that are kept before they are summed, so that they take little memory
+    `add` does not wait for the device. `take` and `state_dict` wait for it and for the other ranks, so all ranks must
+    call them, with values of the same names."""
 
     def __init__(self, fabric: Fabric):
         self.fabric = fabric
         self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # MPS has no float64
-        self.values: dict = {}
+        self.sums: dict = {}
         self.weights: dict = {}
 
     def add(self, values: dict, weight: int = 1):
         """Adds scalars, each the mean of `weight` samples. For batches of the same size, 1 is enough."""
         for name, value in as_scalars(values).items():
-            kept = self.values.setdefault(name, [])
-            kept.append(value if weight == 1 else value * weight)
-            self.weights[name] = self.weights.get(name, 0) + weight
-            if len(kept) == self.MAX_VALUES:
-                kept[:] = [self.total(kept)]
+            if name not in self.sums:
+                self.set(name, 0, 0)
+            self.sums[name].add_(value, alpha=weight)
+            self.weights[name] += weight
 
-    def total(self, values: list[Tensor]) -> Tensor:
-        on_device = [value.to(self.fabric.device) for value in values]  # a number that compute_loss returned is not
-        return torch.stack(on_device).to(self.dtype).sum()
+    def set(self, name: str, total: float, weight: float):
+        """Replaces the sum and the weight of a value."""
+        self.sums[name] = torch.full((), total, dtype=self.dtype, device=self.fabric.device)
+        self.weights[name] = weight
 
     def take(self, results: dict, prefix: str = "") -> dict:
         """The means by name, and other results, such as those of metrics, with one wait for the device. A scalar result
         becomes its mean over the ranks, and replaces a mean of the same name. All names get the prefix."""
         for name, value in results.items():
             if getattr(value, "ndim", None) == 0:
-                self.values[name] = []
-                self.weights[name] = 0
+                self.set(name, 0, 0)
                 self.add({name: value})
         means = {name: total / weight for name, (total, weight) in self.reduce().items()}
-        self.values = {}
+        self.sums = {}
         self.weights = {}
         others = {name: value for name, value in results.items() if name not in means}
         return {f"{prefix}{name}": value for name, value in (means | others).items()}
 
     def reduce(self) -> dict[str, tuple]:
         """The sum and the weight of each value over all ranks, with one wait for the device."""
-        if not self.values:
+        if not self.sums:
             return {}
-        sums = [self.total(kept) for kept in self.values.values()]
+        sums = list(self.sums.values())
         weights = [torch.full_like(sums[0], weight) for weight in self.weights.values()]
         table = torch.stack([*sums, *weights]).view(2, -1)
         if dist.is_initialized():
             dist.all_reduce(table)
-        return dict(zip(self.values, zip(*table.tolist(), strict=True), strict=True))
+        totals, total_weights = table.tolist()
+        return {name: (totals[i], total_weights[i]) for i, name in enumerate(self.sums)}
 
     def state_dict(self) -> dict:
         state = self.reduce()
@@ -253,8 +251,7 @@ class Means:
         every digit, on any number of ranks."""
         share = 1.0 if self.fabric.is_global_zero else 0.0
         for name, (total, weight) in state.items():
-            self.values[name] = [torch.full((), share * total, dtype=self.dtype, device=self.fabric.device)]
-            self.weights[name] = share * weight
+            self.set(name, share * total, share * weight)
 
 
 # ---- gradients

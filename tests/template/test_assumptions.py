@@ -326,11 +326,12 @@ def test_ddp_says_this_of_parameters_without_a_gradient(group):
 # ---- torch
 
 
-def test_stack_promotes_numbers_of_different_kinds():
-    """utils.Means stacks what compute_loss returns from step to step, and an int beside a float."""
-    values = [torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float64), torch.tensor(3), torch.tensor(True)]
-    assert torch.stack(values).dtype == torch.float64 and torch.stack(values).sum() == 7
-    assert torch.stack([values[0], values[2]]).dtype == torch.float32
+@pytest.mark.parametrize("value", [1.5, torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(3), torch.tensor(True)])
+def test_a_sum_in_float64_takes_numbers_of_other_kinds(value):
+    """utils.Means adds what compute_loss returns, with its weight, in the precision of the sum."""
+    total = torch.full((), 2.0**-40, dtype=torch.float64)
+    total.add_(torch.as_tensor(value), alpha=3)
+    assert total.item() == 2.0**-40 + 3 * float(value)
 
 
 def test_the_default_generator_is_that_of_manual_seed():
