@@ -197,8 +197,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         row = {}
         if is_log_step:
             row = {"epoch": step / plan.steps_per_epoch, "lr": lr}
-            # Waits for the device.
-            row.update(means.take({"grad_norm": grad_norm}, prefix="train/"))
+            train_results = means.take({"grad_norm": grad_norm})  # waits for the device
+            row.update({f"train/{name}": value for name, value in train_results.items()})
             utils.check_finite(row["train/loss"], step)
             timer.stop()
             row.update(timer.take())

@@ -216,18 +216,20 @@ class Means:
         self.sums[name] = torch.full((), total, dtype=self.dtype, device=self.fabric.device)
         self.weights[name] = weight
 
-    def take(self, results: dict, prefix: str = "") -> dict:
+    def take(self, results: dict) -> dict:
         """The means by name, and other results, such as those of metrics, with one wait for the device. A scalar result
-        becomes its mean over the ranks, and replaces a mean of the same name. All names get the prefix."""
+        becomes its mean over the ranks. A result replaces a mean of the same name."""
+        others = {}
         for name, value in results.items():
             if getattr(value, "ndim", None) == 0:
                 self.set(name, 0, 0)
                 self.add({name: value})
+            else:
+                others[name] = value
         means = {name: total / weight for name, (total, weight) in self.reduce().items()}
         self.sums = {}
         self.weights = {}
-        others = {name: value for name, value in results.items() if name not in means}
-        return {f"{prefix}{name}": value for name, value in (means | others).items()}
+        return means | others
 
     def reduce(self) -> dict[str, tuple]:
         """The sum and the weight of each value over all ranks, with one wait for the device."""
