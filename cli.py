@@ -64,11 +64,10 @@ class Parser(ArgumentParser):
 
     Args:
         cls: The class.
-        source: The prefix of its error messages.
         default: SUPPRESS returns the given options alone; None shows the defaults in the help.
     """
 
-    def __init__(self, cls: type, source: str = "", default: Any = None):
+    def __init__(self, cls: type, default: Any = None):
         super().__init__(
             usage="%(prog)s [--OPTION VALUE ...]",
             description=cls.__doc__,
@@ -78,7 +77,6 @@ class Parser(ArgumentParser):
             argument_generation_mode=ArgumentGenerationMode.NESTED,
             nested_mode=NestedMode.WITHOUT_ROOT,
         )
-        self.source = source
         self.add_arguments(cls, dest="config", default=default)
 
     def format_help(self) -> str:
@@ -94,7 +92,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"invalid typing\.Literal\[(.*)\] value: (.*)", r"\2: choose from \1", message)
-        raise ConfigError(self.source + message.removeprefix("argument "))
+        raise ConfigError(message.removeprefix("argument "))
 
 
 def words_of(argv: list[str]) -> dict:
@@ -124,9 +122,9 @@ def unknown_option(name: str, options: Iterable[str]) -> str:
     return f"unknown option --{name}{hint}"
 
 
-def parse(cls: type, given: dict, source: str = "") -> dict:
+def parse(cls: type, given: dict) -> dict:
     """The values of options of TrainConfig or TestConfig that are given as words. Only names and types are checked:
-    raises ConfigError, prefixed by `source`, for an unknown option or a value of the wrong type."""
+    raises ConfigError for an unknown option or a value of the wrong type."""
     options = options_of(cls)
     found: dict = {}
     args = []
@@ -135,50 +133,49 @@ def parse(cls: type, given: dict, source: str = "") -> dict:
             Parser(cls).print_help()
             sys.exit(0)
         if name not in options:
-            raise ConfigError(source + unknown_option(name, options))
+            raise ConfigError(unknown_option(name, options))
         option = options[name]
         if words == ["None"] and type(None) in get_args(option.type):  # which simple_parsing does not know
             found[name] = None
         elif words == ["None"] or not (words or option.type is bool or "nargs" in str(option.metadata)):
-            raise ConfigError(f"{source}--{name}: expected a value")
+            raise ConfigError(f"--{name}: expected a value")
         elif len(words) > 1 and not re.search("tuple|list", str(option.type)):
-            raise ConfigError(f"{source}--{name} {' '.join(words)}: expected one value")
+            raise ConfigError(f"--{name} {' '.join(words)}: expected one value")
         elif len(words) == 1:
             args.append(f"--{name}={words[0]}")  # whatever it begins with
         else:
             args += [f"--{name}", *words]
 
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
-    parsed = getattr(Parser(cls, source, argparse.SUPPRESS).parse_args(args), "config", {})
+    parsed = getattr(Parser(cls, argparse.SUPPRESS).parse_args(args), "config", {})
     return flatten_join(parsed) | found
 
 
-def read_text(path: Path, source: str) -> str:
-    """The text of a YAML file. Raises ConfigError, prefixed by `source`."""
+@contextmanager
+def errors_of(source: str) -> Iterator[None]:
+    """Puts the name of a source of options before the message of a ConfigError, and turns the errors of reading a YAML
+    file into one."""
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}cannot be read: {error}") from None
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from None
 
 
-def words_of_yaml(text: str, source: str) -> dict:
+def words_of_yaml(text: str) -> dict:
     """The options in a YAML text as words, to be parsed like those of the command line: YAML would take 1e-3 for a
-    string. Raises ConfigError, prefixed by `source`, for a text that is not YAML, or has other than options."""
-    try:
-        root = yaml.compose(text)
-    except (RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{source}cannot be read: {error}") from None
+    string. Raises ConfigError for other than options, YAMLError or RecursionError for a text that is not YAML."""
+    root = yaml.compose(text)
     if root is not None and not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{source}expected lines of `option: value`")
+        raise ConfigError("expected lines of `option: value`")
     given = {}
     for name, key, node in leaves_of(root) if root else ():
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
-            raise ConfigError(
-                f"{source}line {key.start_mark.line + 1}: {name}: expected one value, or a list of values"
-            )
+            raise ConfigError(f"line {key.start_mark.line + 1}: {name}: expected one value, or a list of values")
         if name in given or name == "config_path":
-            raise ConfigError(f"{source}{name} is given twice, or is no option for a file")
+            raise ConfigError(f"{name} is given twice, or is no option for a file")
         given[name] = ["None" if item.tag.endswith(":null") else item.value for item in items]
     return given
 
@@ -203,12 +200,12 @@ def to_yaml(config: TrainConfig) -> str:
     del options["resume"], options["config_path"]
     text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
     text = f"# All options of the run. The last line tells that the file is whole.\n{text}{CONFIG_END}\n"
-    source = "an option cannot be kept in config.yaml: "
-    again = replace(config, parse(TrainConfig, words_of_yaml(text, source), source))
-    values = values_of(config)
-    for name, value in values_of(again).items():
-        if value != values[name]:
-            raise ConfigError(f"{source}--{name} {values[name]} would be read as {value}")
+    with errors_of("an option cannot be kept in config.yaml"):
+        again = replace(config, parse(TrainConfig, words_of_yaml(text)))
+        values = values_of(config)
+        for name, value in values_of(again).items():
+            if value != values[name]:
+                raise ConfigError(f"--{name} {values[name]} would be read as {value}")
     return text
 
 
@@ -296,16 +293,16 @@ def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -
 def read_config(run_dir: Path) -> TrainConfig:
     """The config that a run was trained with."""
     path = run_dir / "config.yaml"
-    source = f"config of the run {path}: "
-    return config_of(read_text(path, source), source)
+    with errors_of(f"config of the run {path}"):
+        return config_of(path.read_text())
 
 
-def config_of(text: str, source: str) -> TrainConfig:
+def config_of(text: str) -> TrainConfig:
     """The config in the text of a config.yaml. Options that are gone from the code are ignored; new ones take their
     defaults, and are printed. Raises ConfigError if the text is damaged."""
     if CONFIG_END not in text:
-        raise ConfigError(f"{source}is damaged, or of an older version of the template: its last line is missing")
-    words = words_of_yaml(text, source)
+        raise ConfigError("is damaged, or of an older version of the template: its last line is missing")
+    words = words_of_yaml(text)
     known = {}
     new = []
     for name in options_of(TrainConfig):
@@ -314,8 +311,8 @@ def config_of(text: str, source: str) -> TrainConfig:
         elif name not in ("resume", "config_path"):
             new.append(name)
     if new:
-        say(f"{source}lacks {', '.join(new)}: new options take their defaults")
-    return replace(TrainConfig(), parse(TrainConfig, known, source))
+        say(f"options that are new in the code take their defaults: {', '.join(new)}")
+    return replace(TrainConfig(), parse(TrainConfig, known))
 
 
 def resume(run_dir: Path, given: dict) -> TrainConfig:
@@ -344,8 +341,8 @@ def parse_train(argv: list[str]) -> TrainConfig:
         raise ConfigError("--config_path: give it once, with all files; the later files win")
     given = parse(TrainConfig, words_of_launcher() | words_of(argv))
     for path in reversed(given.get("config_path") or ()):  # what is already given wins
-        source = f"--config_path {path}: "
-        given = parse(TrainConfig, words_of_yaml(read_text(Path(path), source), source), source) | given
+        with errors_of(f"--config_path {path}"):
+            given = parse(TrainConfig, words_of_yaml(Path(path).read_text())) | given
     name = given.get("resume")
     out_dir = given.get("out_dir", TrainConfig.out_dir)
     root_dir = given.get("root_dir", TrainConfig.root_dir)

@@ -123,7 +123,8 @@ def main(config: TestConfig) -> int:
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; another checkpoint may do")
     about = contents.get("checkpoint", {})  # model.pt has the weights alone
     if "config" in about:
-        train_config = cli.config_of(about["config"], f"config in {path}: ")
+        with cli.errors_of(f"config in {path}"):
+            train_config = cli.config_of(about["config"])
     else:
         train_config = cli.read_config(run_dir)
     config = replace(

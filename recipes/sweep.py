@@ -114,7 +114,7 @@ class Search:
 
 def read_search(args: argparse.Namespace) -> Search:
     """The search of a command line. Raises ConfigError for a mistake that can be seen before the first run."""
-    given = parsed(cli.words_of(args.options), "")
+    given = parsed(cli.words_of(args.options))
     shared = read_config(args.shared) if args.shared else {}
     file = args.files[0]
     content = read_file(file) if len(args.files) == 1 else {}
@@ -181,37 +181,33 @@ def check_prunable(trials: int, runs: list[dict]):
         raise ConfigError("--prune: cannot see the values without metrics.csv; add csv to --logger_name")
 
 
-def parsed(words: dict, source: str) -> dict:
+def parsed(words: dict) -> dict:
     """The values of options. Raises ConfigError for one that its option does not take, whatever the others are."""
-    values = cli.parse(TrainConfig, words, source)
+    values = cli.parse(TrainConfig, words)
     for name, value in values.items():
         problem = problem_of_value(name, OPTIONS[name], value)
         if problem:
-            raise ConfigError(source + problem)
+            raise ConfigError(problem)
     return values
 
 
 def read_file(file: str) -> dict:
     """The options in a YAML file. Those of nested dataclasses get names with a dot. Raises ConfigError."""
-    source = f"{file}: "
-    text = cli.read_text(Path(file), source)
-    try:
-        content = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source}expected lines of `option: value`")
-    content = flat(content)
-    for name in content:
-        if name not in OPTIONS:
-            raise ConfigError(source + cli.unknown_option(str(name), OPTIONS))
+    with cli.errors_of(file):
+        content = yaml.safe_load(Path(file).read_text()) or {}
+        if not isinstance(content, dict):
+            raise ConfigError("expected lines of `option: value`")
+        content = flat(content)
+        for name in content:
+            if name not in OPTIONS:
+                raise ConfigError(cli.unknown_option(str(name), OPTIONS))
     return content
 
 
 def read_config(file: str) -> dict:
     """The options of a config file of train.py, with the types of their fields. Raises ConfigError."""
-    source = f"{file}: "
-    return parsed(cli.words_of_yaml(cli.read_text(Path(file), source), source), source)
+    with cli.errors_of(file):
+        return parsed(cli.words_of_yaml(Path(file).read_text()))
 
 
 def flat(content: dict, prefix: str = "") -> dict:
@@ -266,7 +262,8 @@ def check_values(file: str, values: dict):
     for name, value in values.items():
         items = value if isinstance(value, list) else [value]
         words[name] = [str(item) for item in items]
-    parsed(words, f"{file}: ")
+    with cli.errors_of(file):
+        parsed(words)
 
 
 def suggest(trial, name: str, choice: list | dict):

@@ -445,7 +445,7 @@ def test_a_run_stays_readable_when_the_options_in_the_code_change(capsys):
     config = read_config(Path("20260101-000000-job"))
     assert config == TrainConfig(out_dir="job", width=7)
     told = capsys.readouterr().out
-    assert "config.yaml: lacks lr_schedule: new options take their defaults\n" in told
+    assert "options that are new in the code take their defaults: lr_schedule\n" in told
     assert told.count("\n") == 1
 
 
