@@ -372,7 +372,7 @@ class RunDir:
 
     def start(self, step: int, console: Console):
         """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
-        optimizers = describe_optimizers(self.state)  # fails if the first step has replaced a parameter
+        describe_optimizers(self.state)  # fails if the first step has replaced a parameter
         if self.config.fast_run:
             console.print("run directory none: --fast_run writes nothing")
             return
@@ -382,9 +382,9 @@ class RunDir:
             if other:
                 self.on_rank_zero(shutil.rmtree, self.path)
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {other} does not see {self.path}; {SHARED}")
-        self.on_rank_zero(self.open, step, console, optimizers)
+        self.on_rank_zero(self.open, step, console)
 
-    def open(self, step: int, console: Console, optimizers: dict):
+    def open(self, step: int, console: Console):
         """Writes config and provenance, and opens the loggers."""
         # model.pt marks a finished run, which this one no longer is. A kill has left *.tmp incomplete.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
@@ -398,9 +398,9 @@ class RunDir:
         self.resources.push(self.close)
         console.open_log(self.path)
         console.print(f"run directory {self.path}{self.origin}")
-        trained = {name for optimizer in optimizers.values() for name in optimizer["names"]}
+        trained = {parameter for name in self.optimizers for parameter in parameters_of(self.state[name])}
         for name, tensor in named_tensors(self.state).items():
-            if tensor.grad is not None and name not in trained:
+            if tensor.grad is not None and tensor not in trained:
                 console.print(f"{name} has a gradient, and no optimizer in `state`")
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
 
