@@ -322,7 +322,7 @@ class RunDir:
             )
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
-        changed = changed_files(about.get("code", {}))
+        changed = changed_files(about["code"])
         self.origin = f"\nresumed from {path}{changed}"
         for name, current in self.state.items():
             if name not in saved:
@@ -332,7 +332,7 @@ class RunDir:
                 if name in self.optimizers:
                     restore_optimizer(current, saved[name], self.optimizers[name], about["optimizers"][name])
                 else:
-                    self.state[name] = self.restored(current, saved[name], about.get("device", "cpu"))
+                    self.state[name] = self.restored(current, saved[name], about["device"])
             except Exception as error:
                 raise ConfigError(f"--resume {path}{changed}: {error}") from error
 
