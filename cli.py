@@ -40,6 +40,7 @@ from config import (
 )
 
 CONFIG_END = "# This file is whole."  # the last line of a config.yaml
+SOURCE_OPTIONS = ("resume", "config_path")  # tell where the others come from: no config.yaml has them
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
 # Options, and what people call them who come from other programs.
 MEANT = {
@@ -191,13 +192,14 @@ def leaves_of(mapping: yaml.MappingNode, prefix: str = "") -> Iterator:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The config as the text of config.yaml, without the two options that tell where the others came from.
+    """The config as the text of config.yaml, without SOURCE_OPTIONS.
 
     Raises:
         ConfigError: An option has a type or value that would not be read back from the text.
     """
     options = json.loads(json.dumps(asdict(config), default=str))  # default: a Path
-    del options["resume"], options["config_path"]
+    for name in SOURCE_OPTIONS:
+        del options[name]
     text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
     text = f"# All options of the run. The last line tells that the file is whole.\n{text}{CONFIG_END}\n"
     with errors_of("an option cannot be kept in config.yaml"):
@@ -308,7 +310,7 @@ def config_of(text: str) -> TrainConfig:
     for name in options_of(TrainConfig):
         if name in words:
             known[name] = words[name]
-        elif name not in ("resume", "config_path"):
+        elif name not in SOURCE_OPTIONS:
             new.append(name)
     if new:
         say(f"options that are new in the code take their defaults: {', '.join(new)}")
@@ -318,11 +320,11 @@ def config_of(text: str) -> TrainConfig:
 def resume(run_dir: Path, given: dict) -> TrainConfig:
     """The config of a run, updated by the given options, which are printed. Exits if the run is finished. Raises
     ConfigError for a change that a resume cannot make."""
-    before = replace(read_config(run_dir), resume=str(run_dir), config_path=given.get("config_path"))
+    before = read_config(run_dir)
     config = replace(before, given | {"resume": str(run_dir)})
     old = values_of(before)
     new = values_of(config)
-    changed = [name for name in new if new[name] != old[name]]
+    changed = [name for name in new if new[name] != old[name] and name not in SOURCE_OPTIONS]
     for name in changed:
         if name in FIXED_ON_RESUME:
             trained = f"{run_dir} was trained with {old[name]}"
