@@ -127,13 +127,12 @@ def main(config: TestConfig) -> int:
             train_config = cli.config_of(about["config"])
     else:
         train_config = cli.read_config(run_dir)
-    config = replace(
-        config,
-        precision=config.precision or train_config.precision,
-        data_dir=config.data_dir or train_config.data_dir,
-    )
+    config = replace(config, precision=config.precision or train_config.precision)
     train_config = replace(
-        train_config, data_dir=config.data_dir, num_workers=config.num_workers, timeout=config.timeout
+        train_config,
+        data_dir=config.data_dir or train_config.data_dir,
+        num_workers=config.num_workers,
+        timeout=config.timeout,
     )
     fabric = build_fabric(config)
     fabric.seed_everything(train_config.seed)
