@@ -108,30 +108,29 @@ class ImageDataset(Dataset):
 
 @dataclass
 class TrainSampler:
-    """Yields the micro-batches of a rank from step `self.step_in_epoch` of epoch `self.epoch` to the end of the epoch.
-    Both are set by `Loader.batches_from`. A micro-batch is a pair: its number in the run, and the indices of its
-    samples."""
+    """Yields the micro-batches of a rank from `self.step`, which `Loader.batches_from` sets, to the end of the epoch. A
+    micro-batch is a pair: its number in the run, and the indices of its samples."""
 
     plan: Any  # the Plan of the run
     dataset: Dataset  # its method `order`, if it has one, gives the indices of an epoch; else they are shuffled
     rank: int
     seed: int  # with the epoch, it determines the order
-    epoch: int = 0
-    step_in_epoch: int = 0
+    step: int = 0  # of the run, counted from 0
 
     def __iter__(self) -> Iterator:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {self.epoch}".encode()))
+        epoch, step_in_epoch = divmod(self.step, self.plan.steps_per_epoch)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {epoch}".encode()))
         if hasattr(self.dataset, "order"):
-            order = np.asarray(self.dataset.order(self.epoch, generator))
+            order = np.asarray(self.dataset.order(epoch, generator))
         else:
             order = torch.randperm(self.plan.train_samples, generator=generator).numpy()
         size = self.plan.steps_per_epoch * self.plan.effective_batch_size
         if len(order) < size:
             raise ValueError(f"order: gave {len(order)} indices, an epoch needs at least {size}")
         micro_batches = order[:size].reshape(-1, self.plan.micro_batch_size)
-        first = self.step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
+        first = step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
         for i in range(first + self.rank, len(micro_batches), self.plan.world_size):
-            yield self.epoch * len(micro_batches) + i, micro_batches[i]
+            yield epoch * len(micro_batches) + i, micro_batches[i]
 
 
 def eval_batches(num_samples: int, micro_batch_size: int, world_size: int, batch_size: int | None = None) -> list[list]:
@@ -240,9 +239,9 @@ class Loader(DataLoader):
         next epoch, whose order may depend on the training."""
         steps_per_epoch = self.sampler.plan.steps_per_epoch
         while True:
-            self.sampler.epoch, self.sampler.step_in_epoch = divmod(step, steps_per_epoch)
+            self.sampler.step = step
             yield from self
-            step = (self.sampler.epoch + 1) * steps_per_epoch
+            step += steps_per_epoch - step % steps_per_epoch  # the first of the next epoch
 
     def end_workers(self, others: set):
         """Ends the workers, also a frozen one. Without this, a stored traceback would keep the iterator, and so the

@@ -46,7 +46,7 @@ POINTS = {
     "num_classes": ("data.py", "self.num_classes = num_classes"),
     "length": ("data.py", "return len(self.targets)"),
     "fetch": ("data.py", "        index = torch.as_tensor(indices)\n"),
-    "order": ("data.py", "{self.seed} {self.epoch}"),
+    "order": ("data.py", "{self.seed} {epoch}"),
     "to device": ("data.py", "map(self.fabric.to_device, super().__iter__())"),
     # ---- config.py, model.py
     "dropout option": (

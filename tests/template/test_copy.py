@@ -146,7 +146,7 @@ def test_it_fails_where_a_tensor_is_not_in_state(tmp_path: Path):
 
 
 def test_it_fails_where_processes_disagree_on_the_order_of_the_samples(tmp_path: Path):
-    program = replace(tmp_path, "order", "{self.seed} {self.epoch} {self.rank}")
+    program = replace(tmp_path, "order", "{self.seed} {epoch} {self.rank}")
     assert_fails(run_project_tests(program, "two_processes"), "test_two_processes_train_like_one")
 
 

@@ -116,7 +116,7 @@ def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0
     config = TrainConfig(effective_batch_size=64, micro_batch_size=16, limit_train_batches=9)
     plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_micro_batch_size=None)
     sampler = data.TrainSampler(plan, train, rank, seed=42)
-    sampler.epoch, sampler.step_in_epoch = epoch, step
+    sampler.step = epoch * plan.steps_per_epoch + step
     with ExitStack() as resources:
         fabric = Fabric(accelerator="cpu", devices=1)
         loader = data.Loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)

@@ -75,7 +75,7 @@ def sampled(dataset, world_size: int = 1, epoch: int = 3) -> list[list[int]]:
     plan = utils.make_plan(TrainConfig(effective_batch_size=8, micro_batch_size=4), 32, 8, world_size, None)
     ranks = [TrainSampler(plan, dataset, rank, 7) for rank in range(world_size)]
     for sampler in ranks:
-        sampler.epoch = epoch
+        sampler.step = epoch * plan.steps_per_epoch
     in_order = sorted(batch for sampler in ranks for batch in [(n, indices.tolist()) for n, indices in sampler])
     return [indices for _, indices in in_order]
 

@@ -130,7 +130,7 @@ def test_a_run_with_it_is_that_without_it(options: str, ahead: Path, tmp_path: P
 def test_nothing_is_loaded_ahead_of_an_epoch(ahead: Path, tmp_path: Path):
     """Its order may depend on the training: it is asked for when the first batch is."""
     copy = tmp_path / "program"
-    asked = 'print(f"order of epoch {self.epoch}", flush=True)'
+    asked = 'print(f"order of epoch {epoch}", flush=True)'
     for path in ahead.glob("*.py"):
         copy.mkdir(exist_ok=True)
         (copy / path.name).write_text(path.read_text())

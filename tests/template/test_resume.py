@@ -147,7 +147,7 @@ if step % plan.steps_per_epoch == 0:
 
 def test_an_order_that_depends_on_the_training_is_resumed(whole, tmp_path):
     """A curriculum: the order of an epoch depends on the weights at its start. Workers do not run ahead of it."""
-    repo = replace(tmp_path / "repo", "order", "{self.seed} {self.epoch}{self.progress}")
+    repo = replace(tmp_path / "repo", "order", "{self.seed} {epoch}{self.progress}")
     insert_before(repo, "state", '"progress": "",')
     insert_before(repo, "loop begins", 'sampler.progress = state["progress"]')
     insert_after(repo, "step is done", NEW_PROGRESS)
