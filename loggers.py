@@ -116,7 +116,7 @@ class Console:
 class CSVLogger:
     """Writes a row per logged step to metrics.csv. Fabric's CSVLogger would delete the file of a resumed run."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
+    def __init__(self, run_dir: Path, last_step: int):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
         self.path.touch()
@@ -162,7 +162,7 @@ class TensorBoardLogger:
     """Writes event files, in the run directory itself: TensorBoard calls a run by the path of their directory. It
     groups values by the part of the name before the slash."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
+    def __init__(self, run_dir: Path, last_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(run_dir, purge_step=last_step + 1)
@@ -183,7 +183,7 @@ class WandbLogger:
     """Weights & Biases, under the name of the run directory; offline without a key. wandb ignores steps that it already
     has. Errors are ignored: a signal to all processes also ends wandb's process, and the run must still be saved."""
 
-    def __init__(self, run_dir: Path, last_step: int, config: TrainConfig):
+    def __init__(self, run_dir: Path, config: TrainConfig):
         import wandb
 
         has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
@@ -210,10 +210,13 @@ class WandbLogger:
 
 def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list:
     """The loggers of config.logger_name. They are closed with the resources."""
-    classes = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
     loggers: list = []
-    for name in dict.fromkeys(config.logger_name):  # each once
-        loggers.append(classes[name](run_dir, last_step, config))
+    if "csv" in config.logger_name:
+        loggers.append(CSVLogger(run_dir, last_step))
+    if "tensorboard" in config.logger_name:
+        loggers.append(TensorBoardLogger(run_dir, last_step))
+    if "wandb" in config.logger_name:
+        loggers.append(WandbLogger(run_dir, config))
     # Append any logger of Fabric or Lightning here, as recipes/README.md shows.
     for logger in loggers:
         resources.push(partial(finalize, logger))
