@@ -63,8 +63,9 @@ class PlainFabric(Fabric):
 
     def backward(self, tensor: Tensor, *args, model=None, **kwargs):
         precision = self.strategy.precision
-        if isinstance(precision, PlainMixedPrecision):
-            tensor = precision.scale(tensor)
+        if getattr(precision, "scaler", None):  # in 16-mixed
+            precision.update_scale()
+            tensor = precision.scaler.scale(tensor)
         tensor.backward(*args, **kwargs)
 
 
@@ -76,13 +77,6 @@ class PlainMixedPrecision(MixedPrecision):
 
     backward = Precision.backward  # if it is overridden, Fabric refuses torch.autograd.grad
     has_stepped = False
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss, multiplied by the loss scale in 16-mixed."""
-        if self.scaler is None:
-            return loss
-        self.update_scale()
-        return self.scaler.scale(loss)
 
     def optimizer_step(self, optimizer, **kwargs):
         if self.scaler is None:
