@@ -288,7 +288,7 @@ def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -
     run_dir = newest_run(name, root_dir, file) or newest_run(name, root_dir)
     if run_dir is None:
         raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
-    say(f"{option} {name}: {run_dir} is the newest run of that name that has {file}")
+    say(f"{option} {name}: the run is {run_dir}")
     return run_dir
 
 

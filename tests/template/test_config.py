@@ -409,14 +409,14 @@ def test_resume_of_a_name_means_its_newest_run_and_says_which(capsys):
     make_run("20260101-000000-x")
     make_run("20260102-000000-x")
     assert train("--resume x").resume == "20260102-000000-x"
-    assert "20260102-000000-x is the newest run of that name" in capsys.readouterr().out
+    assert "the run is 20260102-000000-x\n" in capsys.readouterr().out
 
 
 def test_test_py_without_options_takes_the_newest_run_of_the_default_name(capsys):
     for name in ("20260101-000000-train_out", "20260102-000000-train_out", "20260103-000000-x"):
         make_run(name)
     assert parse_test([]).out_dir == "20260102-000000-train_out"
-    assert "20260102-000000-train_out is the newest run of that name" in capsys.readouterr().out
+    assert "the run is 20260102-000000-train_out\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_its_name():

@@ -353,7 +353,8 @@ def test_a_run_that_failed_before_its_first_checkpoint_hides_no_older_one(
     (failed / "checkpoints").mkdir(parents=True)
     shutil.copy(finished / "config.yaml", failed)
     done = call(f"test.py --accelerator cpu {options}", tmp_path)
-    assert f"{good.name} is the newest run of that name that has checkpoints/{has}\n" in done.stdout
+    assert f"{failed.name} is passed over: checkpoints/{has} is missing or empty\n" in done.stdout
+    assert f"the run is {good.name}\n" in done.stdout
     assert "on 380 test samples" in done.stdout
     error = call(f"test.py --accelerator cpu --out_dir {failed.name} {options}", tmp_path, code=2).stderr
     assert f"the checkpoints of {failed.name} are []" in error and error.count("\n") == 1
@@ -361,8 +362,10 @@ def test_a_run_that_failed_before_its_first_checkpoint_hides_no_older_one(
 
 def test_a_checkpoint_that_no_run_has_is_answered_with_those_of_the_newest(finished: Path, tmp_path: Path):
     shutil.copytree(finished, tmp_path / finished.name)
-    error = call("test.py --accelerator cpu --checkpoint step-7", tmp_path, code=2).stderr
-    assert f"--checkpoint step-7: no such file; the checkpoints of {finished.name} are ['step-00000020.ckpt', " in error
+    done = call("test.py --accelerator cpu --checkpoint step-7", tmp_path, code=2)
+    assert f"\n--out_dir train_out: the run is {finished.name}\n" in done.stdout
+    words = f"--checkpoint step-7: no such file; the checkpoints of {finished.name} are ['step-00000020.ckpt', "
+    assert words in done.stderr
 
 
 def test_a_run_is_evaluated_from_inside(finished: Path, tmp_path: Path):
