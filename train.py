@@ -154,10 +154,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     set_seed = seeder(fabric, "step", config.seed)
     timer = utils.Timer(fabric.device, plan.micro_batch_size * plan.world_size)
     first_step = state["step"] + 1  # of this process
-    must_stop = False
+    is_over = plan.is_finished(state["step"], state["bad_validations"])  # so a resume may have no step left
     model.train()
     for step in range(first_step, plan.total_steps + 1):
-        if must_stop or plan.is_finished(step - 1, state["bad_validations"]):
+        if is_over:
             break
         is_val_step = plan.is_due(step, plan.val_interval)
         is_log_step = plan.is_due(step, plan.log_interval) or is_val_step
@@ -215,10 +215,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             console.table(row, step)
         run.log(row, step)  # before the checkpoint: a resume from it does not log this row again
         console.update(row)
-        is_last = must_stop or plan.is_finished(step, state["bad_validations"])
-        if is_save_step or is_best or is_last:
+        is_over = must_stop or plan.is_finished(step, state["bad_validations"])
+        if is_save_step or is_best or is_over:
             timer.stop()
-            run.save(step, is_regular=is_save_step or is_last, is_best=is_best)
+            run.save(step, is_regular=is_save_step or is_over, is_best=is_best)
 
     is_finished = plan.is_finished(state["step"], state["bad_validations"])
     if is_finished:
