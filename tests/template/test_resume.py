@@ -309,7 +309,8 @@ def test_after_a_resume_nothing_is_backed_by_the_checkpoint(killed, tmp_path):
     cwd = copied(killed, tmp_path)
     program = insert_before(tmp_path / "program", "loop begins", 'print(open("/proc/self/maps").read())')
     maps = call(f"{program}/train.py --resume auto", cwd).stdout
-    assert "libtorch_cpu" in maps and ".ckpt" not in re.sub("resumed from .*", "", maps)
+    assert "libtorch_cpu" in maps
+    assert not re.search(rf"{cwd}/.*\.ckpt", maps)  # files of other tests may be mapped by this process
 
 
 def truncate_all(folder: Path) -> None:
