@@ -382,7 +382,7 @@ LIBRARY = r'-packages/|/python3\.\d+/|File "<'  # what the path of a library has
 # What the words of an exception mean. A pattern with \\n also has the place in the code that it comes from: it is for
 # mistakes in the code, whose traceback is printed, too.
 HINTS = {
-    "OutOfMemoryError|MemoryError|can't allocate memory": (
+    "OutOfMemoryError|MemoryError|out of memory|ALLOC_FAILED|can't allocate memory": (
         "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
     ),
     "finished reduction in the prior iteration": (
@@ -395,6 +395,7 @@ HINTS = {
     r"(?s)^Dist\w+Error|^RuntimeError.*([Gg]loo|NCCL|Connection closed by peer)": (
         "another process died, or did not answer for --timeout {timeout:g} seconds: see its message"
     ),
+    "device-side assert": "an index is out of range on the GPU, such as a class or a token: --accelerator cpu names it",
     r"Target -?\d+ is out of bounds.*\n": "a class index must be at least 0 and below the number of classes",
     r"not NoneType\n.*\n.*data_dir": "--data_dir is not given",
     r"IndexError.*\n.*\n.*dataset\[0\]": "is the dataset empty?",

@@ -124,7 +124,8 @@ class ResumableDDP(DDPStrategy):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,  # without a copy of the gradients
         )
-        order_buckets(ddp)
+        if not self.find_unused_parameters:  # otherwise DDP keeps its first order
+            order_buckets(ddp)
         return ddp
 
 
@@ -141,16 +142,16 @@ def order_buckets(ddp: DistributedDataParallel):
 def prepare_device(config, device: str):
     """Sets torch's flags for a kind of device, such as "cuda". Raises ValueError for an option that it does not
     support, and says if a GPU is there that cannot be used."""
+    if config.precision == "16-mixed" and device != "cuda":  # on MPS, a fused optimizer would step on an overflow
+        raise ValueError("16-mixed needs a CUDA GPU; use bf16-mixed or 32-true")
+    if config.strategy == "dp" and (device != "cuda" or config.precision == "bf16-mixed"):
+        raise ValueError("dp needs CUDA GPUs, and would run bf16-mixed in float16; use ddp, which is faster, too")
     if device != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; on a CPU this would make small products twice as slow
         torch.backends.cudnn.deterministic = config.deterministic
         torch.backends.cudnn.benchmark = not config.deterministic
         return
     torch.set_flush_denormal(True)  # Adam's averages for dead units are denormal: its step takes several times longer
-    if config.precision == "16-mixed":
-        raise ValueError("16-mixed needs a GPU; use bf16-mixed or 32-true")
-    if config.strategy == "dp":
-        raise ValueError("dp needs GPUs; use ddp, which is faster on them, too")
     if config.accelerator == "auto" and Path("/dev/nvidia0").exists():
         say(
             f"this machine's NVIDIA GPU is not used by torch {torch.__version__}: "

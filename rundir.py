@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.serialization import default_restore_location
 
 from cli import as_config_error, named_folders, to_yaml
 from config import ConfigError, RunError, TrainConfig
@@ -356,7 +357,7 @@ class RunDir:
     def place(self, storage, location: str):
         """The map_location of torch.load: what was on a GPU comes to the device of this process."""
         copy = storage.clone()  # otherwise it would stay backed by the file
-        return copy if location == "cpu" else copy.to(device=self.fabric.device)
+        return copy if location == "cpu" else default_restore_location(copy, str(self.fabric.device))
 
     def restored(self, current, saved, device: str) -> Any:
         """An entry of `state` with the value from a checkpoint, which was saved by a run on this kind of device."""

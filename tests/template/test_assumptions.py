@@ -294,6 +294,14 @@ def test_ddp_orders_its_buckets_once(is_ordered: bool, expected: str, group):
     assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == expected
 
 
+def test_ddp_does_not_order_its_buckets_anew_where_it_looks_for_unused_parameters(group):
+    """So launch.ResumableDDP need not order them: DDP would say then that all parameters are used."""
+    ddp = DistributedDataParallel(Backwards(), bucket_cap_mb=0.1, find_unused_parameters=True)
+    for _ in range(4):
+        ddp(torch.randn(2, 300)).sum().backward()
+    assert not ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
+
+
 def test_ddp_keeps_its_gradients_in_its_buckets_after_they_were_set_to_none(group):
     """utils.bypass_wrappers sets them to None. DDP would else copy each gradient in each step."""
     ddp = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=True)
@@ -442,7 +450,14 @@ def test_torch_says_this_when_memory_is_short():
     """cli.advice knows it by these words."""
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**60)
-    for failure in (error.value, torch.OutOfMemoryError("CUDA"), MemoryError()):
+    of_gpus = (
+        torch.OutOfMemoryError("CUDA"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 4 GB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"),
+    )
+    for failure in (error.value, MemoryError(), *of_gpus):
         assert "out of memory: try a smaller --micro_batch_size" in str(cli.advice(failure, TrainConfig()))
 
 

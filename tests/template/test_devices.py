@@ -6,6 +6,7 @@ import shutil
 import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import utils
 from config import TrainConfig
 from data import build_datasets
 from launch import PlainFabric, PlainMixedPrecision
+from rundir import RunDir
 from train import build_model
 
 # 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is
@@ -53,6 +55,26 @@ def test_checkpoints_of_another_machines_gpu_are_read(tmp_path):
     for checkpoint in ("best", "last"):
         assert "accuracy" in call(f"test.py --out_dir train_out --checkpoint {checkpoint}", tmp_path).stdout
     assert "resumed from" in call("train.py --resume auto --epochs 3", tmp_path).stdout
+
+
+def test_a_checkpoint_of_a_mac_is_read_on_a_mac(monkeypatch):
+    """`storage.to(device="mps")` would be an AttributeError: torch.mps has no `device`."""
+    monkeypatch.setattr(torch.UntypedStorage, "mps", lambda storage: f"{len(storage)} bytes on MPS")
+    on_mac = SimpleNamespace(fabric=SimpleNamespace(device=torch.device("mps", 0)))
+    assert RunDir.place(on_mac, torch.UntypedStorage(8), "mps") == "8 bytes on MPS"
+
+
+@pytest.mark.parametrize(
+    "options, device, message",
+    [
+        ({"precision": "16-mixed"}, "mps", "needs a CUDA GPU"),  # its fused optimizers do not skip an overflow
+        ({"strategy": "dp", "precision": "bf16-mixed"}, "cuda", "use ddp"),  # its threads would take float16
+        ({"strategy": "dp"}, "mps", "use ddp"),
+    ],
+)
+def test_what_a_kind_of_device_would_do_wrong_is_refused(options: dict, device: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        launch.prepare_device(TrainConfig(**options), device)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

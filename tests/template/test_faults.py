@@ -381,7 +381,8 @@ def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
     program = insert_before(tmp_path / "program", "layers", "self.unused = nn.Linear(2, 2)")
     error = run(f"{program}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr
     assert "give --strategy ddp_find_unused_parameters_true" in error.splitlines()[-1] and "Traceback" not in error
-    run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
+    done = run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
+    assert "did not find any unused parameters" not in done.stderr  # DDP's advice to take the option away again
 
 
 def test_out_of_memory_names_the_option_that_helps(tmp_path):
