@@ -42,8 +42,8 @@ from config import (
 CONFIG_END = "# This file is whole."  # the last line of a config.yaml
 SOURCE_OPTIONS = ("resume", "config_path")  # tell where the others come from: no config.yaml has them
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
-# Options, and what people call them who come from other programs.
-MEANT = {
+# Options, and their names in other programs.
+OTHER_NAMES = {
     "base_lr": "lr learning_rate",
     "devices": "gpu gpus n_gpu ngpus nproc_per_node num_gpus",
     "early_stopping_patience": "early_stopping patience",
@@ -57,7 +57,7 @@ MEANT = {
     "precision bf16-mixed": "amp bf16 fp16 mixed_precision",
 }
 
-# ---- options as words, whatever they come from
+# ---- options as words, wherever they come from
 
 
 class Parser(ArgumentParser):
@@ -118,7 +118,7 @@ def words_of(argv: list[str]) -> dict:
 def unknown_option(name: str, options: Iterable[str]) -> str:
     """The message about an option that is not one of `options`."""
     wanted = name.replace("-", "_")
-    meant = [option for option, others in MEANT.items() if wanted in others.split()]
+    meant = [option for option, others in OTHER_NAMES.items() if wanted in others.split()]
     meant += get_close_matches(wanted, options, n=1)
     hint = f"; did you mean --{meant[0]}?" if meant else ""
     return f"unknown option --{name}{hint}"
@@ -144,7 +144,7 @@ def parse(cls: type, given: dict) -> dict:
         elif len(words) > 1 and not re.search("tuple|list", str(option.type)):
             raise ConfigError(f"--{name} {' '.join(words)}: expected one value")
         elif len(words) == 1:
-            args.append(f"--{name}={words[0]}")  # whatever it begins with
+            args.append(f"--{name}={words[0]}")  # even if it begins with a dash
         else:
             args += [f"--{name}", *words]
 
@@ -276,7 +276,7 @@ def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | No
     for folder in named_folders(Path(root_dir) / name):
         if any(path.stat().st_size for path in folder.glob(file)):
             return folder
-        say(f"{folder} is passed over: {file} is missing or empty")
+        say(f"{folder} is skipped: {file} is missing or empty")
     return None
 
 
@@ -378,8 +378,8 @@ def parse_test(argv: list[str]) -> TestConfig:
 
 # ---- how the process begins and ends
 
-LIBRARY = r'-packages/|/python3\.\d+/|File "<'  # what the path of a library has in a frame of a traceback
-# What the words of an exception mean. A pattern with \\n also has the place in the code that it comes from: it is for
+LIBRARY = r'-packages/|/python3\.\d+/|File "<'  # marks a library's frame in a traceback
+# Advice, by the words of an exception. A pattern with \\n also matches the line of code that has failed: it is for
 # mistakes in the code, whose traceback is printed, too.
 HINTS = {
     "OutOfMemoryError|MemoryError|out of memory|ALLOC_FAILED|can't allocate memory": (

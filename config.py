@@ -30,12 +30,12 @@ class RunError(RuntimeError):
 class MachineConfig:
     """Options of train.py and test.py about where they run."""
 
-    root_dir: str = "."  # Directory of the run directories: of a new one, which makes it, or where to look for one
-    devices: str = "auto"  # How many (`2`) or which (`0,2`)
+    root_dir: str = "."  # Directory that holds the run directories; it is made if it is missing
+    devices: str = "auto"  # Number of devices (`2`), or which (`0,2`)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"  # Kind of device
     strategy: str = "auto"  # How several devices work together: ddp, dp, ddp_find_unused_parameters_true
     num_nodes: int = 1  # Number of machines
-    deterministic: bool = True  # Choose algorithms of cuDNN that give the same bits in each run; False may be faster
+    deterministic: bool = True  # Use deterministic algorithms of cuDNN; False may be faster
     timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
     num_workers: int = 0  # Processes per device that load data; 0 loads in the main process, best for data in memory
 
@@ -68,7 +68,7 @@ class TrainConfig(MachineConfig):
     epochs: float = 20.0  # Passes over the training set, each without an incomplete last batch; may be a fraction
     max_steps: int | None = None  # Optimizer steps of the whole run, instead of epochs
     effective_batch_size: int = 64  # Samples per optimizer step, over all devices and micro-batches
-    micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective / devices
+    micro_batch_size: int | None = None  # Samples per forward pass of a device; None: effective_batch_size / devices
     base_lr: float = 4e-3  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
     base_batch_size: int = 64  # The effective batch size that base_lr was tuned for
     lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # Scaling of base_lr with the effective batch size
@@ -88,13 +88,13 @@ class TrainConfig(MachineConfig):
 
     checkpoint_frequency: float | None = 1.0  # Epochs between two checkpoints; None: only the last, and no best.ckpt
     checkpoint_interval: int | None = None  # Steps between two checkpoints, instead of checkpoint_frequency
-    num_checkpoint_keep: int | None = 3  # How many of the newest checkpoints stay, beside best.ckpt; None keeps all
+    num_checkpoint_keep: int | None = 3  # Number of newest checkpoints to keep, besides best.ckpt; None keeps all
 
-    # Try the loop for N (2) steps and write nothing; in two epochs, for an odd N the first has a step more
+    # Train for N steps (default 2) in two epochs, and write nothing
     fast_run: int | None = field(default=None, nargs="?", const=2)
     limit_train_batches: int | float | None = None  # Effective batches per epoch: a count (5) or a fraction (0.1)
     limit_val_batches: int | float | None = None  # Effective batches per validation; 0: none, then monitor train/loss
-    num_sanity_val_steps: int = 2  # Validation batches before the first step, to find mistakes early; 0 runs 1
+    num_sanity_val_steps: int = 2  # Validation batches before the first step, to find mistakes early; at least 1 runs
     summary: bool = False  # Print the model's layers and its number of parameters
 
 

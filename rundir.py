@@ -99,7 +99,7 @@ def check_plain(value: Any, name: str = "state"):
     elif not (hasattr(value, "state_dict") or isinstance(value, Tensor) or type(value) in PLAIN):
         raise RunError(
             f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: "
-            "use tensors, numbers, strings, lists, dicts, or what has a state_dict"
+            "use tensors, numbers, strings, lists, dicts, or objects with a state_dict"
         )
 
 
@@ -170,7 +170,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
         ValueError: Its class or parameters are others, or a group with values of its own is gone.
     """
     if now["class"] != then["class"]:
-        raise ValueError(f"an optimizer is of class {now['class']}, in the checkpoint {then['class']}")
+        raise ValueError(f"an optimizer is of class {now['class']}, but {then['class']} in the checkpoint")
     old = then["names"]
     new = now["names"]
     numbers = {old[name]: new[name] for name in old.keys() & new.keys()}
@@ -314,7 +314,7 @@ class RunDir:
         saved = load(path, self.place)
         about = saved["checkpoint"]
         if about.get("format") != FORMAT:
-            raise ConfigError(f"--resume: {path} is of another version of the template; go on with that version")
+            raise ConfigError(f"--resume: {path} was written by another version of the template; continue with it")
         renamed = set(entries_of(self.state)) ^ set(about["entries"])
         if renamed:
             raise ConfigError(
@@ -402,7 +402,7 @@ class RunDir:
         trained = {parameter for name in self.optimizers for parameter in parameters_of(self.state[name])}
         for name, tensor in named_tensors(self.state).items():
             if tensor.grad is not None and tensor not in trained:
-                console.print(f"{name} has a gradient, and no optimizer in `state`")
+                console.print(f"{name} has a gradient, but is in no optimizer of `state`")
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
 
     def make_directory(self) -> Path:
@@ -502,7 +502,7 @@ class RunDir:
             torch.save(saved, file)
             file.flush()
             if "checkpoint" not in self.summary and step_of(Path(file.name)) != step:  # the first one of the run
-                raise RunError("the checkpoint cannot be read back: are there other than plain values in `state`?")
+                raise RunError("the checkpoint cannot be read back: does `state` hold anything but plain values?")
         if is_best and is_regular:  # best.ckpt was written first: a kill in between must not lose it
             with suppress(OSError):  # on a file system without links, best.ckpt is the checkpoint of this step
                 os.link(best, regular)
@@ -540,7 +540,7 @@ class RunDir:
 
     def close(self, kind, error: BaseException | None, trace):  # the arguments of __exit__
         if error and any(self.path.glob("checkpoints/*.ckpt")):
-            error.add_note(f"the checkpoints are whole, go on with: {self.next_command(False)}")
+            error.add_note(f"the checkpoints are whole, continue with: {self.next_command(False)}")
         if (self.path / "model.pt").exists():
             return
         try:

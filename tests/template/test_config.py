@@ -352,7 +352,7 @@ def test_resume_auto_without_runs_starts_a_new_one(capsys):
     make_run("x-20260101-000000-train_out")
     assert train("--resume auto") == TrainConfig()
     told = capsys.readouterr().out.splitlines()
-    assert told == [f"2026010{day}-000000-train_out is passed over: config.yaml is missing or empty" for day in (2, 1)]
+    assert told == [f"2026010{day}-000000-train_out is skipped: config.yaml is missing or empty" for day in (2, 1)]
 
 
 def test_resume_auto_takes_the_newest_run_of_the_name():

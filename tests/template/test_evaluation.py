@@ -353,7 +353,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_hides_no_older_one(
     (failed / "checkpoints").mkdir(parents=True)
     shutil.copy(finished / "config.yaml", failed)
     done = call(f"test.py --accelerator cpu {options}", tmp_path)
-    assert f"{failed.name} is passed over: checkpoints/{has} is missing or empty\n" in done.stdout
+    assert f"{failed.name} is skipped: checkpoints/{has} is missing or empty\n" in done.stdout
     assert f"the run is {good.name}\n" in done.stdout
     assert "on 380 test samples" in done.stdout
     error = call(f"test.py --accelerator cpu --out_dir {failed.name} {options}", tmp_path, code=2).stderr

@@ -253,7 +253,7 @@ def test_the_first_checkpoint_is_read_back(program: Path, cwd: Path):
     insert_before(program, "functions", KEEPS)
     insert_before(program, "state", '"keeps": Keeps(),')
     error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
-    assert "the checkpoint cannot be read back: are there other than plain values in `state`?" in error
+    assert "the checkpoint cannot be read back: does `state` hold anything but plain values?" in error
     assert "Traceback" not in error and list(run_dir(cwd).glob("checkpoints/*")) == []
 
 
