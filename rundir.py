@@ -74,11 +74,16 @@ def step_of(path: Path) -> int:
     return -1
 
 
-def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the highest step first: step-NUMBER.ckpt, and best.ckpt, which is written before them,
-    so after a kill it may be the newest. Files with other names are ignored."""
+def regular_checkpoints(run_dir: Path) -> dict:
+    """The files step-NUMBER.ckpt of a run, with their steps. Files with other names are ignored."""
     paths = run_dir.glob("checkpoints/step-*.ckpt")
-    steps = {path: int(path.stem[5:]) for path in paths if path.stem[5:].isdecimal()}
+    return {path: int(path.stem[5:]) for path in paths if path.stem[5:].isdecimal()}
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, the highest step first. best.ckpt is one of them: it is written before step-*.ckpt, so
+    after a kill it may be the newest."""
+    steps = regular_checkpoints(run_dir)
     best = run_dir / "checkpoints" / "best.ckpt"
     if best.exists():
         steps[best] = step_of(best)
@@ -507,8 +512,8 @@ class RunDir:
             with suppress(OSError):  # on a file system without links, best.ckpt is the checkpoint of this step
                 os.link(best, regular)
         if self.config.num_checkpoint_keep:
-            regular_checkpoints = [path for path in checkpoints_of(self.path) if path != best]
-            for path in regular_checkpoints[self.config.num_checkpoint_keep :]:
+            steps = regular_checkpoints(self.path)
+            for path in sorted(steps, key=steps.__getitem__)[: -self.config.num_checkpoint_keep]:
                 path.unlink()
         self.summary["checkpoint"] = step
         self.write_summary("running")
