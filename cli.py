@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -39,6 +40,11 @@ from config import (
     values_of,
 )
 
+ROOT = Path(__file__).parent  # of the project
+# The source files, in ROOT or a folder directly in it, when this process began: it does not see later edits.
+FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+CODE = {str(path.relative_to(ROOT)): path.read_bytes() for path in FILES if path.is_file()}
+SOURCES = {name: zlib.crc32(code) for name, code in CODE.items()}
 CONFIG_END = "# This file is whole."  # the last line of a config.yaml
 SOURCE_OPTIONS = ("resume", "config_path")  # tell where the others come from: no config.yaml has them
 DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
@@ -102,6 +108,8 @@ def words_of(argv: list[str]) -> dict:
     given = {}
     words: list[str] | None = None  # of the last option
     for arg in argv:
+        if arg.encode(errors="ignore").decode() != arg:  # a file or a terminal cannot show it
+            raise ConfigError(f"{arg!a}: must be UTF-8")
         if arg.startswith("--"):
             name, equals, value = arg.removeprefix("--").partition("=")
             words = [value] if equals else []
@@ -456,12 +464,12 @@ def run(main: Callable, config: Any) -> NoReturn:
             end(2 if isinstance(error, ConfigError) else 1, "; ".join([str(error), *notes]))
 
         cause: BaseException = error
-        if "inline_container" in str(error):  # torch.save hides the cause, such as a full disk
-            cause = next((failure for failure in chain if isinstance(failure, OSError)), error)
+        if "inline_container" in str(error):  # torch.save hides the cause: a full disk, or a data worker that has died
+            cause = chain[-1]
         what = f"{type(cause).__name__}: {cause}".strip()
         if "Original Traceback" in what:  # of a data worker
             what = what.splitlines()[-1]
-        hint = advice(error, config)
+        hint = advice(cause, config)
         # An error of the system, such as a full disk, needs no traceback; but a file may be missing (2) by a mistake.
         if not hint and getattr(cause, "errno", None) in (None, 2):
             frames = own_frames(error)
@@ -469,7 +477,7 @@ def run(main: Callable, config: Any) -> NoReturn:
                 traceback.print_exception(error)
             else:
                 sys.stderr.write("Traceback (most recent call last):\n" + "".join(frames[-8:]))
-            hint = advice(error, config, f"\n{frames[-1]}")
+            hint = advice(cause, config, f"\n{frames[-1]}")
             hint.append("all frames are in train.log, if the run has one, or shown with FULL_TRACEBACK=1")
         end(1, "; ".join([what, *hint, *notes]), of_all_ranks=False)
 
@@ -481,7 +489,7 @@ def own_frames(error: Exception) -> list:
     return [frame for frame in frames if not re.search(LIBRARY, frame)]
 
 
-def advice(error: Exception, config: Any, frame: str = "") -> list:
+def advice(error: BaseException, config: Any, frame: str = "") -> list:
     """What an exception means, if that is in HINTS; otherwise []. `frame` is the place in the code."""
     text = f"{type(error).__name__}: {error}{frame}"
     for pattern, hint in HINTS.items():

@@ -24,15 +24,11 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cli import DEVICE_OPTIONS, as_config_error, is_local_zero, say
+from cli import DEVICE_OPTIONS, ROOT, SOURCES, as_config_error, is_local_zero, say
 from config import PER_HOST_OPTIONS, ConfigError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that stop a run
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
-ROOT = Path(__file__).parent  # of the project
-# A hash of each source file, in ROOT or a folder directly in it, when this process began: it does not see later edits.
-FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
-SOURCES = {str(path.relative_to(ROOT)): zlib.crc32(path.read_bytes()) for path in FILES}
 SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
 
 
@@ -170,7 +166,7 @@ def first_process_alone(config, *options: str) -> Iterator[None]:
     values = [getattr(config, name) for name in options]
     key = zlib.crc32(repr([os.getuid(), ROOT, values]).encode())
     path = Path(tempfile.gettempdir()) / f"build_datasets-{key:08x}.lock"
-    with open(path, "w") as lock:
+    with open(path, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits; ends with the process
         if not path.exists():  # the first one was done, and has deleted it
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -235,8 +231,9 @@ def differing_rank(fabric: Fabric, value: Any) -> str | None:
 
 
 class StopSignals:
-    """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second
-    signal ends the process at once. The ranks synchronize about once a second, since that may take 1 ms."""
+    """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second Ctrl-C ends
+    the process at once; other signals may come twice, as from a terminal that is closed, or torchrun. The ranks
+    synchronize about once a second, since that may take 1 ms."""
 
     def __init__(self, timeout: float, resources: ExitStack):
         self.received = 0  # number of the signal
@@ -246,18 +243,18 @@ class StopSignals:
         self.synchronized = time.monotonic()
         if dist.is_initialized():  # on the CPU, so that it never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self.handlers = resources.enter_context(ExitStack())  # restores the previous handlers when it is closed
+        self.interrupt = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-                    self.handlers.callback(signal.signal, number, signal.signal(number, self.receive))
+                    resources.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number: int, frame):
+        signal.signal(signal.SIGINT, self.interrupt)
+        if is_local_zero() and not self.received:
+            with suppress(OSError):  # stderr may be closed; print is not safe in a signal handler, os.write is
+                os.write(2, b"\nstopping at the end of a step; a second Ctrl-C ends the process at once\n")
         self.received = number
-        with suppress(OSError):  # stderr may be closed; print is not safe in a signal handler, os.write is
-            if is_local_zero():
-                os.write(2, b"\nstopping at the end of a step; a second signal ends the process at once\n")
-        self.handlers.close()
 
     def must_stop(self, synchronize: bool) -> bool:
         """Whether to stop; all ranks call it once per step. With `synchronize` the ranks are synchronized now, as they

@@ -135,27 +135,27 @@ class CSVLogger:
         return rows
 
     def write(self, rows: list[dict]):
-        """Replaces the file by one with these rows, and opens it for those that follow."""
+        """Replaces the file by one with these rows."""
         names = [name for row in rows for name in row]
         self.columns = list(dict.fromkeys(["step", *names]))  # each once
         with atomically(self.path) as file:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)
-        self.file = open(self.path, "a")  # noqa: SIM115
-        self.writer = csv.DictWriter(self.file, self.columns)
 
     def log_metrics(self, row: dict, step: int):
         row = {"step": step, **row}
         if set(row) - set(self.columns):  # new columns
-            self.file.close()
             self.write([*self.read(), row])
             return
-        self.writer.writerow(row)
-        self.file.flush()
+        with open(self.path, "a") as file:  # opened for each row: an editor may have replaced the file
+            writer = csv.DictWriter(file, self.columns)
+            if file.tell() == 0:  # somebody has deleted it
+                writer.writeheader()
+            writer.writerow(row)
 
     def finalize(self, status: str):
-        self.file.close()
+        """Nothing is left to close."""
 
 
 class TensorBoardLogger:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from cli import as_config_error, named_folders, to_yaml
-from config import ConfigError, RunError, TrainConfig
-from launch import ROOT, SHARED, SOURCES, changed_files, differing_rank
+from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, say, to_yaml, words_of_yaml
+from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig
+from launch import SHARED, changed_files, differing_rank
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically, parameters_of
 
@@ -221,7 +221,7 @@ def merge_settings(optimizer: Optimizer, saved: list[dict], settings: list[dict]
 
 
 def write_provenance(run_dir: Path, fabric: Fabric):
-    """Writes the command line, devices, host, packages and git commit of this process, and copies the source files."""
+    """Writes the command line, devices, host, packages, git commit and source files of this process."""
     packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
     lines = [
         shlex.join([sys.executable, *sys.argv]),
@@ -235,11 +235,14 @@ def write_provenance(run_dir: Path, fabric: Fabric):
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(GIT_STATUS, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL, timeout=10)
     folder = run_dir / "provenance" / f"code-{zlib.crc32(repr(SOURCES).encode()):08x}"
-    for name in SOURCES:
-        copy = folder / name
+    if folder.exists():  # of an earlier start with the same files
+        return
+    temporary = folder.with_suffix(".tmp")
+    for name, code in CODE.items():
+        copy = temporary / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(shutil.SameFileError):  # this process runs them
-            shutil.copy(ROOT / name, copy)
+        copy.write_bytes(code)
+    temporary.rename(folder)
 
 
 # ---- the directory
@@ -320,6 +323,12 @@ class RunDir:
         about = saved["checkpoint"]
         if about.get("format") != FORMAT:
             raise ConfigError(f"--resume: {path} was written by another version of the template; continue with it")
+        now = words_of_yaml(self.config_text)
+        then = words_of_yaml(about["config"])
+        for name in FIXED_ON_RESUME:  # config.yaml may have been edited
+            if name in then and then[name] != now[name]:
+                trained = f"{path} was trained with {' '.join(then[name])}"
+                raise ConfigError(f"--{name} {' '.join(now[name])}: a resume cannot change it; {trained}")
         renamed = set(entries_of(self.state)) ^ set(about["entries"])
         if renamed:
             raise ConfigError(
@@ -351,7 +360,7 @@ class RunDir:
                 damaged.append(path)
                 continue
             for other in damaged:
-                print(f"skipped {other}: it is damaged", file=sys.stderr)
+                say(f"skipped {other}: it is damaged")
                 other.rename(f"{other}.damaged")
             return path
         summary = self.path / "summary.json"
@@ -394,10 +403,9 @@ class RunDir:
         """Writes config and provenance, and opens the loggers."""
         # model.pt marks a finished run, which this one no longer is. A kill has left *.tmp incomplete.
         for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
-            if path.is_file():
-                path.unlink()
-        with atomically(self.path / "config.yaml") as file:
-            file.write(self.config_text)
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+        self.write_config()
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
@@ -409,6 +417,10 @@ class RunDir:
             if tensor.grad is not None and tensor not in trained:
                 console.print(f"{name} has a gradient, but is in no optimizer of `state`")
         self.loggers = open_loggers(self.path, step, self.config, self.resources)
+
+    def write_config(self):
+        with atomically(self.path / "config.yaml") as file:
+            file.write(self.config_text)
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this
@@ -527,6 +539,7 @@ class RunDir:
             self.on_rank_zero(self.write_weights, name)
 
     def write_weights(self, name: str):
+        self.write_config()  # with fewer steps than the run has made, `open` was not called
         self.write_summary("finished")
         with atomically(self.path / "model.pt", "wb") as file:
             torch.save(load(checkpoints_of(self.path)[0])[name], file)

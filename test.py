@@ -62,10 +62,10 @@ def gather(fabric: Fabric, batches: list) -> list:
     return [torch.cat(parts) for parts in zip(*in_order, strict=True)]
 
 
-def test(fabric: Fabric, config, train_config, dataset: Dataset, keys: list[list], path: Path, resources) -> int:
-    """Evaluates the checkpoint at `path`, prints the results and writes them into the run. Returns the exit code."""
+def test(fabric: Fabric, config, train_config, dataset: Dataset, keys, path: Path, checkpoint: dict, resources) -> int:
+    """Evaluates a checkpoint, of the file `path`, prints the results and writes them into the run. Returns the exit
+    code."""
     run_dir = Path(config.out_dir)
-    checkpoint = load(path)
     changed = changed_files(checkpoint.get("checkpoint", {}).get("code", {}))
     cli.say(f"{path} on {len(dataset)} {config.split} samples{changed}\n")
     model = build_model(train_config, dataset)
@@ -118,10 +118,10 @@ def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
     run_dir = Path(config.out_dir)
     path = find_checkpoint(run_dir, config.checkpoint)
-    contents = load_meta(path)
-    if not (contents and is_whole(path)):
+    if not (load_meta(path) and is_whole(path)):
         raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; another checkpoint may do")
-    about = contents.get("checkpoint", {})  # model.pt has the weights alone
+    checkpoint = load(path)  # now: a run that goes on may delete the file
+    about = checkpoint.get("checkpoint", {})  # model.pt has the weights alone
     if "config" in about:
         with cli.errors_of(f"config in {path}"):
             train_config = cli.config_of(about["config"])
@@ -140,7 +140,7 @@ def main(config: TestConfig) -> int:
         dataset = build_datasets(train_config, augment=False)[config.split]
     micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
     keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
-    return launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path))
+    return launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path, checkpoint))
 
 
 if __name__ == "__main__":

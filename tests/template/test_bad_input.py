@@ -1,9 +1,11 @@
 """Bad input ends with exit code 2 and one line that names the option; nothing is made."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, call, run
+from conftest import REPO, SMALL, call, run
 
 from cli import to_yaml
 from config import TrainConfig
@@ -95,6 +97,14 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
 )
 def test_value_that_is_not_allowed(options: str, option: str, tmp_path: Path):
     refused(f"train.py {options}", tmp_path, option)
+
+
+def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path):
+    """config.yaml could not hold them."""
+    command = [sys.executable, REPO / "train.py", "--comment", b"\xff"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "train.py: error: '\\udcff': must be UTF-8\n"
+    assert not [*tmp_path.iterdir()]
 
 
 # What people call the options who come from other programs.

@@ -1,5 +1,6 @@
 """The code was changed while a run was down: what still fits is found by its name, anything else is refused by name."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def refused(program: Path, cwd: Path, code: int = 2) -> str:
     assert without_locks(run_dir(cwd)) == before
     assert error.startswith("train.py: error: ") and error.count("\n") == 1
     return error
+
+
+@pytest.mark.parametrize(
+    "option, value", [("seed", "7"), ("monitor", "val/loss"), ("dropout", "0.1"), ("effective_batch_size", "32")]
+)
+def test_an_option_that_cannot_change_is_not_changed_in_config_yaml_either(option: str, value: str, stopped):
+    """The checkpoint knows what it was trained with."""
+    path = run_dir(stopped) / "config.yaml"
+    path.write_text(re.sub(rf"^{option}: .*", f"{option}: {value}", path.read_text(), flags=re.MULTILINE))
+    error = refused(REPO, stopped)
+    assert f"--{option} {value}: a resume cannot change it" in error and ".ckpt was trained with " in error
 
 
 # ---- what fits

@@ -168,7 +168,7 @@ def test_a_signal_is_answered_at_once(tmp_path):
         if process.poll() is None:
             kill_group(process)
     assert process.returncode == PREEMPTED
-    assert err == "\nstopping at the end of a step; a second signal ends the process at once\n"
+    assert err == "\nstopping at the end of a step; a second Ctrl-C ends the process at once\n"
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):

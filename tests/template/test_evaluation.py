@@ -360,6 +360,17 @@ def test_a_run_that_failed_before_its_first_checkpoint_hides_no_older_one(
     assert f"the checkpoints of {failed.name} are []" in error and error.count("\n") == 1
 
 
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_evaluated(finished: Path, tmp_path: Path):
+    """While the data is loaded, a run that goes on may replace its oldest checkpoint by a new one."""
+    shutil.copytree(finished, tmp_path / finished.name)
+    expected = call("test.py --accelerator cpu --checkpoint last", tmp_path).stdout.splitlines()[2:]
+    line = "import pathlib; [path.unlink() for path in pathlib.Path().glob('*/checkpoints/*.ckpt')]"
+    program = insert_before(tmp_path / "program", "digits", line)
+    found = call(f"{program}/test.py --accelerator cpu --checkpoint last", tmp_path).stdout.splitlines()[2:]
+    assert found == expected and len(found) == 4
+    assert not [*tmp_path.glob("*/checkpoints/*.ckpt")]
+
+
 def test_a_checkpoint_that_no_run_has_is_answered_with_those_of_the_newest(finished: Path, tmp_path: Path):
     shutil.copytree(finished, tmp_path / finished.name)
     done = call("test.py --accelerator cpu --checkpoint step-7", tmp_path, code=2)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PREEMPTED, REPO, SMALL, call, last_summary, newest, run, run_dir, start, wait_for
+from edits import insert_after
 from lightning.fabric import Fabric
 
 from rundir import write_provenance
@@ -84,6 +85,25 @@ def steps(folder: Path) -> list[int]:
 
 def test_csv_has_a_row_per_logged_step_also_after_a_kill(resumed):
     assert steps(resumed) == list(range(1, 161))
+
+
+REPLACED = """
+if step in (10, 15):
+    import shutil
+    from pathlib import Path
+
+    (path,) = Path().glob("*/logs/csv/metrics.csv")
+    shutil.copy(path, "copy.csv")
+    shutil.move("copy.csv", path) if step == 10 else path.unlink()
+"""
+
+
+def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_deleted(tmp_path):
+    program = insert_after(tmp_path / "program", "step is done", REPLACED)
+    call(f"{program}/train.py {SMALL} --logger_name csv --log_interval 1 --max_steps 14", tmp_path)
+    assert steps(run_dir(tmp_path)) == list(range(1, 15))
+    call(f"{program}/train.py --resume auto --max_steps 16", tmp_path)
+    assert steps(run_dir(tmp_path)) == [15, 16]
 
 
 def test_rows_have_the_keys_of_the_plan(resumed):

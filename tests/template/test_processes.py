@@ -378,6 +378,29 @@ cli.run(main, TrainConfig())
     assert re.fullmatch(r"fails.py: error: .*worker \(pid 2\).*--num_workers.*; go on with: ...\n", line), line
 
 
+def test_a_data_worker_that_dies_in_the_middle_of_a_save_is_named(tmp_path):
+    """torch raises its error anywhere in the main thread, and torch.save covers it up."""
+    (tmp_path / "fails.py").write_text(f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+import torch
+import cli
+from config import TrainConfig
+
+class File:
+    written = 0
+
+    def write(self, data):
+        if self.written:
+            raise RuntimeError("DataLoader worker (pid 2) is killed by signal: Killed.")
+        self.written = len(data)
+        return len(data)
+
+cli.run(lambda config: torch.save(torch.ones(1_000_000), File()), TrainConfig())
+""")
+    line = run(f"{tmp_path}/fails.py", tmp_path, code=1).stderr
+    assert re.fullmatch(r"fails.py: error: .*worker \(pid 2\).*--num_workers.*\n", line), line
+
+
 # ---- two at once
 
 

@@ -99,6 +99,51 @@ def test_a_file_that_is_edited_while_the_run_goes_on_has_changed_since(tmp_path)
     assert "changed since: train.py\n" in call(f"{program}/test.py", tmp_path / "runs").stdout
 
 
+@pytest.mark.parametrize("name, point", [("model.py", "digits"), ("train.py", "build_datasets")])
+def test_a_file_that_is_edited_before_the_first_step_is_kept_as_it_ran(name: str, point: str, program, tmp_path):
+    """While the data is loaded, which may take minutes; or while the packages are imported."""
+    edited = Path(shutil.copytree(program, tmp_path / "edited"))
+    line = f"open(__file__.replace('data.py', {name!r}), 'a').write('# edited\\n')"
+    insert_before(edited, point, line)
+    before = (edited / name).read_text()
+    (tmp_path / "runs").mkdir()
+    call(f"{edited}/train.py {CSV} --max_steps 1", tmp_path / "runs")
+    (code,) = codes(run_dir(tmp_path / "runs"))
+    assert (edited / name).read_text() == before + "# edited\n"
+    assert (code / name).read_text() == before
+    assert f"changed since: {name}\n" in call(f"{edited}/test.py", tmp_path / "runs").stdout
+
+
+def test_files_that_nobody_may_write_are_copied_once(program, tmp_path):
+    """As of an installation that several users share. The second start leaves the copies alone."""
+    shared = Path(shutil.copytree(program, tmp_path / "shared"))
+    for path in shared.rglob("*.py"):
+        path.chmod(0o444)
+    call(f"{shared}/train.py {CSV} --epochs 1", tmp_path)
+    (code,) = codes(run_dir(tmp_path))
+    copies = {path: path.stat() for path in code.rglob("*.py")}
+    assert all(copy.st_mode & 0o200 for copy in copies.values())
+    call(f"{shared}/train.py --resume auto --epochs 2", tmp_path)
+    assert {path: path.stat() for path in code.rglob("*.py")} == copies
+
+
+def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / trained.name))
+    (code,) = codes(run)
+    (code / "train.py").write_text("")
+    code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
+    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
+    assert codes(run) == [code] and files(code) == files(program)
+
+
+def test_a_link_to_nowhere_among_the_source_files_is_ignored(program, tmp_path):
+    """Emacs makes one, .#train.py, while a buffer is not saved."""
+    edited = Path(shutil.copytree(program, tmp_path / "edited"))
+    (edited / ".#train.py").symlink_to("me@host.1:2")
+    (edited / "folder.py").mkdir()
+    call(f"{edited}/train.py {CSV} --max_steps 1", tmp_path)
+
+
 def test_nothing_is_said_where_nothing_has_changed(program, trained, tmp_path):
     shutil.copytree(trained, tmp_path / trained.name)
     assert "changed since" not in call(f"{program}/test.py", tmp_path).stdout

@@ -370,7 +370,7 @@ def test_a_damaged_shard_is_named_and_skipped(program: Path, alone: Path, killed
     damaged = newest_checkpoint(cwd)
     damage(damaged.parent / f"shards-{newest(cwd):08d}" / "__1_0.distcp")
     done = call(f"{program}/train.py --resume auto {ON_1}", cwd)
-    assert f"{damaged.name}: it is damaged" in done.stderr
+    assert f"{damaged.name}: it is damaged" in done.stdout
     assert f"resumed from {run_dir(cwd).name}/checkpoints/step-{int(damaged.stem[5:]) - 2:08d}" in done.stdout
     assert_same_training(cwd, alone)
 
@@ -411,7 +411,7 @@ def test_forged_shards_run_no_code(program: Path, killed_in_shards: Path, place:
         torch.save(saved, path)
     done = call(f"{program}/train.py --resume auto {ON_1}", cwd, code=1 if place == "shard" else 0)
     assert not marker.exists()
-    assert ("it is damaged" in done.stderr) == (place == "file")
+    assert ("it is damaged" in done.stdout) == (place == "file")
     assert ("cannot be read: rank 0: UnpicklingError" in done.stderr) == (place == "shard")
     torch.load(io.BytesIO(forged(marker)), weights_only=False)
     assert marker.exists()  # what was forged does run code elsewhere
