@@ -282,7 +282,7 @@ def named_folders(base: Path) -> list:
 def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | None:
     """The newest run of that name that has this file, not empty; None if there is none. Prints which it passes over."""
     for folder in named_folders(Path(root_dir) / name):
-        if any(path.stat().st_size for path in folder.glob(file)):
+        if any(path.exists() and path.stat().st_size for path in folder.glob(file)):  # not a link to nowhere
             return folder
         say(f"{folder} is skipped: {file} is missing or empty")
     return None

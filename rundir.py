@@ -325,10 +325,10 @@ class RunDir:
             raise ConfigError(f"--resume: {path} was written by another version of the template; continue with it")
         now = words_of_yaml(self.config_text)
         then = words_of_yaml(about["config"])
-        for name in FIXED_ON_RESUME:  # config.yaml may have been edited
-            if name in then and then[name] != now[name]:
+        for name, value in now.items():  # config.yaml may have been edited
+            if name in FIXED_ON_RESUME and then.get(name, value) != value:
                 trained = f"{path} was trained with {' '.join(then[name])}"
-                raise ConfigError(f"--{name} {' '.join(now[name])}: a resume cannot change it; {trained}")
+                raise ConfigError(f"--{name} {' '.join(value)}: a resume cannot change it; {trained}")
         renamed = set(entries_of(self.state)) ^ set(about["entries"])
         if renamed:
             raise ConfigError(
@@ -430,7 +430,8 @@ class RunDir:
             base.parent.mkdir(parents=True, exist_ok=True)
             moment = datetime.now()  # without a time zone: later by name in the hour that a clock repeats, too
             for other in named_folders(base):
-                moment = max(moment, datetime.strptime(other.name[:15], TIMESTAMP))
+                with suppress(ValueError):  # no date
+                    moment = max(moment, datetime.strptime(other.name[:15], TIMESTAMP))
             while True:
                 self.path = base.with_name(f"{moment:{TIMESTAMP}}-{base.name}")
                 with suppress(FileExistsError):

@@ -156,6 +156,10 @@ def read_search(args: argparse.Namespace) -> Search:
         monitor=monitor,
         mode=mode,
     )
+    names = [name for point in search.points() for name in search.runs_of(point)] if search.is_grid else []
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two points have the same run, {name}: their values differ in special characters alone")
     if args.prune:
         check_prunable(len(search.points()) if search.is_grid else args.trials, runs)
     return search

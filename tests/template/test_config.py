@@ -347,12 +347,14 @@ def test_resume_auto_without_runs_starts_a_new_one(capsys):
     Path("20260101-000000-train_out").mkdir()  # without a config.yaml it is no run, nor with an empty one
     Path("20260102-000000-train_out").mkdir()
     Path("20260102-000000-train_out/config.yaml").touch()
+    Path("20260103-000000-train_out").mkdir()
+    Path("20260103-000000-train_out/config.yaml").symlink_to("nowhere")
     make_run("20260101-000000-other")
     make_run("20260101-000000-train_out-1")
     make_run("x-20260101-000000-train_out")
     assert train("--resume auto") == TrainConfig()
     told = capsys.readouterr().out.splitlines()
-    assert told == [f"2026010{day}-000000-train_out is skipped: config.yaml is missing or empty" for day in (2, 1)]
+    assert told == [f"2026010{day}-000000-train_out is skipped: config.yaml is missing or empty" for day in (3, 2, 1)]
 
 
 def test_resume_auto_takes_the_newest_run_of_the_name():

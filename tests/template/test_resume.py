@@ -325,7 +325,9 @@ def test_odd_things_in_a_run_directory_do_not_stop_a_resume(whole, killed, tmp_p
     files, and a best.ckpt whose step is a text."""
     cwd = copied(killed, tmp_path)
     os.mkfifo(run_dir(cwd) / "config.yaml.tmp")  # to open it would wait for ever
-    (run_dir(cwd) / "summary.json.tmp").symlink_to(tmp_path / "elsewhere")
+    summary = run_dir(cwd) / "summary.json.tmp"
+    summary.unlink(missing_ok=True)  # the kill may have left one
+    summary.symlink_to(tmp_path / "elsewhere")
     (run_dir(cwd) / "notes.tmp").mkdir()
     (run_dir(cwd) / "logs" / "of-mine-1.0").mkdir()
     best = run_dir(cwd) / "checkpoints" / "best.ckpt"
@@ -394,6 +396,7 @@ def test_a_new_run_is_later_by_name_than_all_others_of_its_name(tmp_path):
     latest = tmp_path / "20991231-235959-twin"
     latest.mkdir()
     (tmp_path / "29991231-235959-other").mkdir()
+    (tmp_path / "20260230-000000-twin").mkdir()  # no date
     twins = [start(f"train.py {SMALL} --max_steps 1 --out_dir twin", tmp_path) for _ in range(2)]
     for twin in twins:
         assert (twin.communicate(timeout=300), twin.returncode)[1] == 0

@@ -330,6 +330,7 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("seed: {low: 1, high: 4}", "seed: give a list"),
         ("width 4", "expected lines of `option: value`"),
         ("width: [4, 5]\nmonitor: val/quality", "give --monitor_mode"),
+        ("comment: [a b, a_b]", "two points have the same run, s-comment=a_b"),
     ],
 )
 def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
