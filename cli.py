@@ -89,7 +89,7 @@ class Parser(ArgumentParser):
     def format_help(self) -> str:
         """The help. The options stand in the GROUPS of config.py, those that are in none of them under "Others"."""
         # Before an option may stand the title and the docstring of its class, between empty lines.
-        text = re.sub(r", --no\S+ bool", "", super().format_help())  # forms of an option that `parse` does not take
+        text = re.sub(r", --\S*\bno\S+ bool", "", super().format_help())  # forms that `parse` does not take
         text, *entries = re.split(r"\n(?:\n\w+ \['(?s:.*?)\n)?  --", text)
         by_name = {entry.split()[0]: entry.rstrip() for entry in entries}
         for title, names in (GROUPS | {"Others": " ".join(by_name)}).items():

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, say, to_yaml, words_of_yaml
-from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig
+from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, parse, say, to_yaml, words_of_yaml
+from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig, values_of
 from launch import SHARED, changed_files, differing_rank
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically, parameters_of
@@ -323,12 +323,12 @@ class RunDir:
         about = saved["checkpoint"]
         if about.get("format") != FORMAT:
             raise ConfigError(f"--resume: {path} was written by another version of the template; continue with it")
-        now = words_of_yaml(self.config_text)
-        then = words_of_yaml(about["config"])
-        for name, value in now.items():  # config.yaml may have been edited
-            if name in FIXED_ON_RESUME and then.get(name, value) != value:
-                trained = f"{path} was trained with {' '.join(then[name])}"
-                raise ConfigError(f"--{name} {' '.join(value)}: a resume cannot change it; {trained}")
+        words = words_of_yaml(about["config"])
+        now = values_of(self.config)
+        fixed = {name: words[name] for name in FIXED_ON_RESUME if name in words and name in now}
+        for name, then in parse(TrainConfig, fixed).items():
+            if now[name] != then:  # config.yaml was edited
+                raise ConfigError(f"--{name} {now[name]}: a resume cannot change it; {path} was trained with {then}")
         renamed = set(entries_of(self.state)) ^ set(about["entries"])
         if renamed:
             raise ConfigError(

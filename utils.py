@@ -293,7 +293,7 @@ def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
 def unscale_gradients(fabric: Fabric, optimizer: Any):
     """Divides the gradients by the loss scale of 16-mixed. Does nothing in other precisions."""
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    if scaler is not None:
+    if scaler:
         scaler.unscale_(optimizer.optimizer)  # Fabric's clip_gradients refuses this for a fused optimizer
 
 

@@ -156,10 +156,12 @@ def read_search(args: argparse.Namespace) -> Search:
         monitor=monitor,
         mode=mode,
     )
-    names = [name for point in search.points() for name in search.runs_of(point)] if search.is_grid else []
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two points have the same run, {name}: their values differ in special characters alone")
+    names: set = set()
+    for point in search.points() if search.is_grid else ():
+        for name in search.runs_of(point):
+            if name in names:
+                raise ConfigError(f"two points have the same run, {name}: values are equal, but for special characters")
+            names.add(name)
     if args.prune:
         check_prunable(len(search.points()) if search.is_grid else args.trials, runs)
     return search

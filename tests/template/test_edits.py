@@ -98,6 +98,12 @@ def test_an_option_that_was_deleted_does_not_make_old_runs_unreadable(program: P
     assert "on 380 test samples" in call(f"{program}/test.py --accelerator cpu", cwd).stdout
 
 
+def test_an_int_as_the_default_of_a_float_option_is_no_change_on_a_resume(program: Path, cwd: Path):
+    replace(program, "dropout option", "    dropout: float = 0  # Probability of dropping a feature\n")
+    call(f"{program}/train.py {SMALL} --epochs 1", cwd)
+    assert "finished after 8 of 8" in call(f"{program}/train.py --resume auto --epochs 2", cwd).stdout
+
+
 # ---- mistakes
 
 

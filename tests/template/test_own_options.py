@@ -128,7 +128,7 @@ def test_the_help_documents_nested_options(program, tmp_path):
     assert "--optim.momentum" in help and "--optim.decay.factor" in help and "Factor of a decay (default: 0.1)" in help
     own = help.partition("\nOthers:\n")[2]
     assert "--optim.momentum" in own and "--optim.decay.factor" in own and "--width" not in own
-    assert "OptimConfig" not in help
+    assert "OptimConfig" not in help and "--optim.nonesterov" not in help
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,7 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("width 4", "expected lines of `option: value`"),
         ("width: [4, 5]\nmonitor: val/quality", "give --monitor_mode"),
         ("comment: [a b, a_b]", "two points have the same run, s-comment=a_b"),
+        ("width: [8, 8]", "two points have the same run, s-width=8"),
     ],
 )
 def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
