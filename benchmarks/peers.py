@@ -179,14 +179,14 @@ def hf(model, optimizer, loader, epochs):
 
 
 class Epochs(data.TrainSampler):
-    """Counts the epochs by itself, and has a length: the template's loop needs neither."""
+    """Goes on to the next epoch by itself, and has a length: the template's loop needs neither."""
 
     def __len__(self):
         return self.plan.steps_per_epoch
 
     def __iter__(self):
-        self.epoch += 1
-        return super().__iter__()
+        yield from super().__iter__()
+        self.step += self.plan.steps_per_epoch
 
 
 def main(peer: str, work: str) -> None:
@@ -203,7 +203,7 @@ def main(peer: str, work: str) -> None:
         config = TrainConfig(effective_batch_size=batch_size)
         plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_micro_batch_size=None)
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = data.Loader(fabric, plain, Epochs(plan, rank=0, seed=0), config, ExitStack())
+        loader = data.Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config, ExitStack())
     else:
         loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
     if name == "limit":

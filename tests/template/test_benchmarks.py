@@ -1,0 +1,23 @@
+"""The scripts of benchmarks/ still run: a small part of each, whose times nobody reads."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO, run
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.mark.parametrize("work, peers", [("W1", "raw raw-batched lightning-batched"), ("W1v", "raw limit")])
+def test_the_template_is_timed_beside_its_peers(work: str, peers: str, tmp_path: Path):
+    script = REPO / "benchmarks" / "run.py"
+    done = run(f"{script} --works {work} --peers {peers} --rounds 1 --python {sys.executable}", tmp_path)
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines() if "|" in line]
+    assert [row[:2] for row in rows[1:]] == [[work, program] for program in ("template", *peers.split())]
+    assert all(float(row[-1]) < 0.01 for row in rows[1:])  # each has learned the digits
+
+
+def test_the_loader_is_timed_beside_that_of_torch(tmp_path: Path):
+    script = REPO / "benchmarks" / "loader.py"
+    assert "tensors" in run(f"{script} --kinds tensors --workers 0 --rounds 1", tmp_path).stdout
