@@ -336,9 +336,10 @@ def resume(run_dir: Path, given: dict) -> TrainConfig:
     changed = [name for name in new if new[name] != old[name] and name not in SOURCE_OPTIONS]
     for name in changed:
         if name in FIXED_ON_RESUME:
-            trained = f"{run_dir} was trained with {old[name]}"
-            raise ConfigError(f"--{name} {new[name]}: a resume cannot change it; {trained}")
-    if (run_dir / "model.pt").exists() and not set(changed) & set(LENGTH_OPTIONS):
+            raise ConfigError(
+                f"--{name} {new[name]}: a resume cannot change it; {run_dir} was trained with {old[name]}"
+            )
+    if (run_dir / "model.pt").exists() and set(changed).isdisjoint(LENGTH_OPTIONS):
         say(f"nothing to do: {run_dir} is finished; for a new run give another --out_dir")
         sys.exit(0)
     for name in changed:

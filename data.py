@@ -205,7 +205,7 @@ class Loader(DataLoader):
     within `config.timeout` seconds, the loop gets a RuntimeError."""
 
     def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
-        num_workers = 0 if sampler == [] else config.num_workers  # a validation may have no samples
+        num_workers = config.num_workers if sampler else 0  # a validation may have no samples
         # Workers share batches by file name. With file descriptors, the loop would wait forever for a frozen worker.
         torch.multiprocessing.set_sharing_strategy("file_system")
         super().__init__(

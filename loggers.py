@@ -201,7 +201,7 @@ class WandbLogger:
 
     def log_metrics(self, row: dict, step: int):
         with suppress(Exception):
-            self.run.log(row, step=step)
+            self.run.log(row, step=step, commit=True)  # otherwise it would wait for the next row
 
     def finalize(self, status: str):
         with suppress(Exception):

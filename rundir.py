@@ -264,6 +264,7 @@ class RunDir:
         self.began = time.monotonic()
         self.written = 0.0  # time of the last summary.json
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        self.names = set(state)
         self.optimizers = describe_optimizers(state)  # as built: a resume can tell which settings have changed since
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"parameters": parameters, "last": {}}
@@ -278,7 +279,7 @@ class RunDir:
         for module in self.modules:
             module.load_state_dict(module.state_dict())  # fails now if it would fail on a resume
         for name in config.logger_name:
-            if name != "csv" and not find_spec(name):
+            if not find_spec(name):  # csv is a module of Python's
                 raise ConfigError(f"--logger_name {name}: is not installed; pip install {name}")
 
     def on_rank_zero(self, function: Callable, *args) -> Any:
@@ -388,6 +389,8 @@ class RunDir:
     def start(self, step: int, console: Console):
         """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
         describe_optimizers(self.state)  # fails if the first step has replaced a parameter
+        for name in self.state.keys() - self.names:
+            raise RunError(f"state: {name} came after `run.restore()`, so a resume would not restore it")
         if self.config.fast_run:
             console.print("run directory none: --fast_run writes nothing")
             return
@@ -494,15 +497,19 @@ class RunDir:
 
     def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
-        weights = [parameter.detach() for module in self.modules for parameter in module.parameters()]
-        norm = float(nn.utils.get_total_norm(weights))  # waits for the device, once
+        norms = []
+        for module in self.modules:
+            for parameter in module.parameters():
+                # In float32: a norm in bfloat16 has three digits. abs: weights may be complex.
+                norms.append(torch.linalg.vector_norm(parameter.detach().abs().float()))
+        norm = float(nn.utils.get_total_norm(norms))  # waits for the device, once
         norm_of_rank_0 = self.fabric.broadcast(norm)
         other = differing_rank(self.fabric, math.isclose(norm, norm_of_rank_0, rel_tol=1e-5))
         if other:
             raise RunError(
                 f"the weights of {other} are not those of rank 0 after step {step}: "
                 "do random numbers differ that are drawn outside compute_loss? inside, the step seeds them; "
-                "or was a module frozen when it was set up, and trained later?"
+                "or was a module frozen when it was set up, and trained later, or not called as model(...)?"
             )
         if not math.isfinite(norm_of_rank_0):
             raise RunError(f"the weights are not finite after step {step}")

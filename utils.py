@@ -266,15 +266,9 @@ def parameters_of(optimizer: Any) -> list:
 
 def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
     """In 32-true, where Fabric converts nothing, makes the loop call the module and the optimizer without its wrappers.
-    Of a small step of 280 µs this saves 25 µs in the forward pass, 8 in the step and 16 in zero_grad; and 200 µs of a
-    validation, which calls eval and train."""
+    Of a small step of 280 µs this saves 40 µs, 20 of them in the forward pass and 12 in zero_grad."""
     if fabric.strategy.precision.precision != "32-true":
         return
-
-    def train(mode: bool = True) -> nn.Module:
-        object.__setattr__(model, "training", mode)
-        model._forward_module.train(mode)
-        return model
 
     def zero_grad(set_to_none: bool = True):
         if not set_to_none:
@@ -282,10 +276,9 @@ def bypass_wrappers(fabric: Any, model: Any, optimizer: Any):
         for parameter in parameters_of(optimizer):
             parameter.grad = None
 
-    # Attributes of an object hide the methods of its class. The __setattr__ of Fabric's module is not used: it would
-    # set them on the user's module, too.
+    # An attribute of an object hides the method of its class. The __setattr__ of Fabric's module is not used: it would
+    # set this one on the user's module, too.
     object.__setattr__(model, "forward", model._forward_module)
-    object.__setattr__(model, "train", train)
     optimizer.step = optimizer.optimizer.step
     optimizer.zero_grad = zero_grad
 

@@ -84,6 +84,9 @@ def test_the_bypassed_wrappers_are_those_that_the_loop_calls():
     model.train()
     assert model.training and model.module.training
     assert model(torch.ones(1, 2)).grad_fn.name() == model.module(torch.ones(1, 2)).grad_fn.name()
+    copied = copy.deepcopy(model).eval()
+    assert not copied.training and not copied.module.training and model.training and model.module.training
+    assert copied.forward is copied.module
     before = copy.deepcopy(model.state_dict())
     fabric.backward(model(torch.ones(1, 2)).sum(), model=model)
     optimizer.step()

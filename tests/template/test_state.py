@@ -189,6 +189,14 @@ def test_a_model_that_is_saved_under_other_names_than_it_is_loaded_is_refused(pr
     assert list(cwd.iterdir()) == []
 
 
+def test_an_entry_of_state_that_comes_after_the_restore_is_told_before_anything_is_written(program: Path, cwd: Path):
+    """It would be saved, but a resume would silently begin it anew."""
+    insert_before(program, "loop begins", 'state["seen"] = torch.zeros(1)')
+    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    assert "state: seen came after `run.restore()`, so a resume would not restore it" in error
+    assert list(cwd.iterdir()) == []
+
+
 def test_weights_that_differ_between_the_ranks_are_not_saved(program: Path, cwd: Path):
     """DDP knows nothing of what was frozen when it was set up: each rank would train it alone."""
     insert_before(program, "set up model", "model.layers[0].requires_grad_(False)")
@@ -199,6 +207,14 @@ def test_weights_that_differ_between_the_ranks_are_not_saved(program: Path, cwd:
         "best.ckpt",
         "step-00000004.ckpt",
     ]
+
+
+def test_weights_that_differ_between_the_ranks_are_noticed_in_bf16_true(program: Path, cwd: Path):
+    """A norm that is added up in bfloat16 has three digits, and would not show it."""
+    spoil = "if step == 4: model.module.layers[0].weight.data[0].add_(0.004 * fabric.global_rank)"
+    insert_after(program, "step is done", spoil)
+    error = run(f"{program}/train.py {SMALL} {ON_2} --precision bf16-true", cwd, code=1).stderr
+    assert re.search("the weights of rank 1 on .* are not those of rank 0 after step 4: do random", error)
 
 
 def test_weights_of_rank_0_that_are_not_finite_end_all_ranks_alike(program: Path, cwd: Path):
