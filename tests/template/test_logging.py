@@ -23,6 +23,8 @@ from conftest import PREEMPTED, REPO, SMALL, call, last_summary, newest, run, ru
 from edits import insert_after
 from lightning.fabric import Fabric
 
+from config import TrainConfig
+from loggers import WandbLogger
 from rundir import write_provenance
 
 LONG = (
@@ -225,6 +227,18 @@ def test_wandb_without_a_key_keeps_an_offline_run_with_the_rows_of_the_csv(offli
         )
 
 
+def test_wandb_has_a_row_before_the_next_one_is_logged(tmp_path: Path, monkeypatch):
+    """With a step, wandb would by default keep a row until the next one: the last is lost to a kill."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "logs").mkdir()
+    logger = WandbLogger(tmp_path, TrainConfig())
+    logger.log_metrics({"train/loss": 0.5}, 3)
+    (path,) = tmp_path.glob("logs/wandb/offline-run-*/*.wandb")
+    wait_for(lambda: any(record.HasField("history") for record in wandb_records(path)))
+    logger.finalize("success")
+
+
 def test_wandb_has_the_options_project_and_comment(offline):
     (path,) = offline[1].glob("logs/wandb/offline-run-*/*.wandb")
     records = list(wandb_records(path))
@@ -286,7 +300,7 @@ def test_a_logger_that_is_not_chosen_is_not_imported(csv_only, package):
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "csv")
     error = call(f"train.py {SMALL} --logger_name csv wandb", tmp_path, code=2).stderr
     assert error == "train.py: error: --logger_name wandb: is not installed; pip install wandb\n"
     assert not [*tmp_path.iterdir()]
