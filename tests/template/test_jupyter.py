@@ -204,7 +204,7 @@ def debug(command: list[str], folder: Path, *lines: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=clean_environment() | {"OMP_NUM_THREADS": "1"},
+        env=clean_environment() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},  # python -i would read ahead
         input="\n".join([*lines, ""]),
         capture_output=True,
         text=True,
