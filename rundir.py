@@ -264,7 +264,7 @@ class RunDir:
         self.began = time.monotonic()
         self.written = 0.0  # time of the last summary.json
         self.modules = [value for value in state.values() if isinstance(value, nn.Module)]
-        self.names = set(state)
+        self.names = set(state)  # those that `restore` can find
         self.optimizers = describe_optimizers(state)  # as built: a resume can tell which settings have changed since
         parameters = sum(parameter.numel() for module in self.modules for parameter in module.parameters())
         self.summary: dict = {"parameters": parameters, "last": {}}
