@@ -408,6 +408,7 @@ HINTS = {
     r"Target -?\d+ is out of bounds.*\n": "a class index must be at least 0 and below the number of classes",
     r"not NoneType\n.*\n.*data_dir": "--data_dir is not given",
     r"IndexError.*\n.*\n.*dataset\[0\]": "is the dataset empty?",
+    r"(implement __getitem__|has no len).*\n.*\n.*(dataset\[|plan)": "recipes/data.md shows how to read a stream",
     r"'(train|val|test|NoneType)'.*\n.*\n.*datasets.*\[": "build_datasets must return a dict of train, val and test",
     r"\n.*\n.*setup_module\(": "build_model must return an nn.Module",
     r"\n.*\n.*= compute_loss\(": "compute_loss must return three: a dict of means, the number of samples, a tuple",
@@ -504,7 +505,7 @@ def end(code: int, message: str = "", of_all_ranks: bool = True) -> NoReturn:
     machine prints the line, and its launcher ends the others while they wait. So one that fails alone is heard, too,
     and no launcher kills rank 0 while it is closing because another rank has ended."""
     if of_all_ranks and code and not is_local_zero():
-        time.sleep(10)
+        time.sleep(60 if message else 10)  # without a message, launch has waited for rank 0
         of_all_ranks = False
     if message:
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK")  # neither in a run of one process

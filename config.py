@@ -128,7 +128,7 @@ GROUPS = {
 }
 
 MAY_BE_NEGATIVE = ()  # names of options of your own
-MAY_BE_ZERO = (
+MAY_BE_ZERO = (  # beside options whose default is 0
     "seed",
     "num_workers",
     "weight_decay",
@@ -139,7 +139,7 @@ MAY_BE_ZERO = (
 )
 UPPER_BOUNDS = {"seed": 2**32, "dropout": 1, "timeout": 2**21}  # exclusive
 MAY_BE_EMPTY = ("comment", "project")
-STRATEGY_PATTERN = "auto|dp|ddp(_fork)?(_find_unused_parameters_(true|false))?"
+STRATEGIES = "auto ddp dp ddp_find_unused_parameters_true ddp_fork"  # of Fabric
 # A change of these would make the saved state, the best value, or the position within the epoch meaningless.
 FIXED_ON_RESUME = (
     "out_dir",
@@ -190,9 +190,9 @@ def problems(config: MachineConfig) -> list:
         found += problems_of_training(config)
     if "://" in config.root_dir:
         found.append(f"--root_dir {config.root_dir}: must be a directory, not a URL")
-    if not re.fullmatch(STRATEGY_PATTERN, config.strategy):
+    if config.strategy not in STRATEGIES.split():
         found.append(
-            f"--strategy {config.strategy}: choose from auto, ddp, dp, ddp_find_unused_parameters_true; "
+            f"--strategy {config.strategy}: choose from {', '.join(STRATEGIES.split())}; "
             "model_parallel (sharded models, FSDP2) is a recipe, see recipes/README.md"
         )
     return found
@@ -204,12 +204,12 @@ def problem_of_value(name: str, option: Field, value: Any) -> str | None:
     choices = choices_of(option)
     if choices and not {None, *choices}.issuperset(values):
         return f"--{name} {value}: choose from {', '.join(map(str, choices))}"
-    if len(values) == 0 or ("" in values and name not in MAY_BE_EMPTY):
+    if not values or ("" in values and name not in MAY_BE_EMPTY):
         return f"--{name}: must not be empty"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
 
-    may_be_zero = name in MAY_BE_ZERO
+    may_be_zero = name in MAY_BE_ZERO or option.default == 0
     is_large_enough = value > 0 or (value == 0 and may_be_zero) or name in MAY_BE_NEGATIVE
     upper_bound = UPPER_BOUNDS.get(name, math.inf)
     if not (is_large_enough and value < upper_bound):

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import tempfile
-import threading
 import time
 import warnings
 import zlib
@@ -106,7 +105,7 @@ class ResumableDDP(DDPStrategy):
             timeout=timedelta(seconds=config.timeout + (60 if is_gpu else 0)),
             start_method="fork" if launcher and launcher.is_interactive_compatible else "popen",
         )
-        self.find_unused_parameters = config.strategy.endswith("find_unused_parameters_true")
+        self.find_unused_parameters = config.strategy == "ddp_find_unused_parameters_true"
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Like Fabric's, but on the current CUDA stream. Fabric 2.6.6 uses a side stream, so that all gradients cross
@@ -199,6 +198,8 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
 
     code = fabric.launch(start)
     if dist.is_initialized():
+        if code:  # once a process has ended with it, launchers kill the others, which may still close their loggers
+            fabric.barrier()
         dist.destroy_process_group()  # after the model is gone, otherwise gloo may abort at exit
     return code
 
@@ -244,7 +245,7 @@ class StopSignals:
         if dist.is_initialized():  # on the CPU, so that it never waits for a GPU
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.interrupt = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread():  # Python has no signal handlers elsewhere
+        with suppress(ValueError):  # in another thread than the main one Python has no signal handlers
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                     resources.callback(signal.signal, number, signal.signal(number, self.receive))

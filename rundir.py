@@ -123,13 +123,11 @@ def settings_of(optimizer: Optimizer) -> list:
 
 
 def named_tensors(state: dict) -> dict:
-    """The tensors in `state` by name: the entry of a module, a dot, the name in the module's state_dict, and the shape;
-    or the entry of a tensor, and the shape. A tied parameter has several names."""
+    """The tensors of the modules in `state` by name: the entry of a module, a dot, the name in its state_dict, and the
+    shape. A tied parameter has several names."""
     named = {}
     for entry, value in state.items():
-        if isinstance(value, Tensor):
-            named[f"{entry} {tuple(value.shape)}"] = value
-        elif isinstance(value, nn.Module):
+        if isinstance(value, nn.Module):
             for name, tensor in value.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor):
                     named[f"{entry}.{name} {tuple(tensor.shape)}"] = tensor
@@ -141,7 +139,7 @@ def describe_optimizers(state: dict) -> dict:
     numbers.
 
     Raises:
-        RunError: A parameter is in no module and no tensor of `state`.
+        RunError: A parameter is in no module of `state`: DDP would not average it, nor check_weights compare it.
     """
     named = named_tensors(state)
     optimizers = {}
@@ -152,7 +150,7 @@ def describe_optimizers(state: dict) -> dict:
             if lost:
                 raise RunError(
                     f"state[{entry!r}] trains a parameter of the shape {tuple(lost.pop().shape)} that is in no module "
-                    "of `state`: add it; call functional_call with model.module"
+                    "of `state`: add a module that has it; call functional_call with model.module"
                 )
             optimizers[entry] = {
                 "class": type(getattr(value, "optimizer", value)).__name__,  # without Fabric's wrapper
@@ -404,8 +402,8 @@ class RunDir:
 
     def open(self, step: int, console: Console):
         """Writes config and provenance, and opens the loggers."""
-        # model.pt marks a finished run, which this one no longer is. A kill has left *.tmp incomplete.
-        for path in (self.path / "model.pt", *self.path.glob("**/*.tmp")):
+        # model.pt marks a finished run, which this one no longer is. A kill may have left large *.tmp.
+        for path in (self.path / "model.pt", *self.path.glob("checkpoints/*.tmp")):
             if not path.is_dir():
                 path.unlink(missing_ok=True)
         self.write_config()
@@ -439,9 +437,10 @@ class RunDir:
                 self.path = base.with_name(f"{moment:{TIMESTAMP}}-{base.name}")
                 with suppress(FileExistsError):
                     self.path.mkdir()
-                    self.take_lock()
-                    return self.path
+                    break
                 moment += timedelta(seconds=1)
+        self.take_lock()
+        return self.path
 
     # ---- now and then
 

@@ -70,9 +70,8 @@ def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
 
 
 def learning_rate(config: TrainConfig, plan: Plan, step: int) -> float:
-    """The learning rate of a step, counted from 1. A function of the step alone: there is no state to restore. A
-    scheduler of torch would be created where `plan` is, left out of `state`, and brought to its step after a resume by
-    `for _ in range(state["step"]): scheduler.step()`; the loop then leaves the rates of the groups to it."""
+    """The learning rate of a step, counted from 1. A function of the step alone: there is no state to restore.
+    recipes/README.md shows how to use a scheduler of torch."""
     warmup_steps = config.warmup_epochs * plan.steps_per_epoch
     done = step - 1  # steps
     if done < warmup_steps:
@@ -246,7 +245,8 @@ def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, mo
     console.print(f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}")
     if saved not in (None, plan.micro_batch_size):
         console.print(f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ")
-    console.print(f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by rule {config.lr_scaling_rule}")
+    rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
+    console.print(f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}")
     epochs = plan.total_steps / plan.steps_per_epoch
     console.print(f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps")
 

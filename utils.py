@@ -358,7 +358,8 @@ def peak_memory(device: torch.device) -> float:
 @contextmanager
 def atomically(path: Path, mode: str = "w"):
     """Opens a temporary file and renames it to `path` once it is on the disk: a file at `path` is always complete."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link to any file, if the directory comes from somebody else
     try:
         with open(temporary, mode) as file:
             yield file

@@ -92,6 +92,7 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--strategy telepathy", "telepathy"),
         ("--strategy fsdp", "recipes/README.md"),
         ("--strategy FSDP", "--strategy"),
+        ("--strategy ddp_fork_find_unused_parameters_true", "choose from auto, ddp, dp, ddp_find_unused"),
         ("--strategy model_parallel", "recipes/README.md"),
     ],
 )

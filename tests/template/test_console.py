@@ -50,7 +50,7 @@ def test_the_header_says_what_will_happen(default):
         "model, 58,314 parameters",
         "1,217 training samples, 200 validation samples",
         "effective_batch_size 64 = 1 device(s) x 64 micro_batch_size x 1 grad_accum_steps",
-        "lr 0.004 = base_lr 0.004 scaled by rule linear",
+        "lr 0.004 = base_lr 0.004 scaled by rule linear, after 19 steps of warm-up",
         "38 steps = 2 epochs x 19 steps",
         f"run directory {run_dir(cwd).name}",
     ]

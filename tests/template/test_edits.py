@@ -151,7 +151,17 @@ def build_datasets(*args, **options):
     return found
 
 
+class WithoutLength(Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.num_classes = dataset.num_classes
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
 def datasets_of("""
+STREAM = "recipes/data.md shows how to read a stream"
 OF_LOSS = "compute_loss must return three: a dict of means, the number of samples, a tuple"
 OF_DATA = "build_datasets must return a dict of train, val and test"
 
@@ -213,6 +223,8 @@ def test_the_frames_of_libraries_are_shown_on_request(program: Path, cwd: Path, 
         ("del found['train']", 'train_set = datasets["train"]', f"KeyError: 'train'; {OF_DATA}", 1),
         ("found = None", 'train_set = datasets["train"]', OF_DATA, 1),
         ("found['train'] = []", "image, _ = dataset[0]", "is the dataset empty?", 1),
+        ("found['train'] = torch.utils.data.ChainDataset([])", "image, _ = dataset[0]", STREAM, 1),
+        ("found['train'] = WithoutLength(found['train'])", "len(train_set)", STREAM, 1),
         ("found['val'] = []", "", "--monitor val/accuracy: choose from train/loss, train/grad_norm; val/ needs", 2),
     ],
 )

@@ -109,18 +109,45 @@ def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(monkeyp
         assert "metrics.csv" in before and any(name.startswith("events.out") for name in before)
 
 
-@pytest.mark.parametrize("name", [".lock", "train.log", "logs/csv/metrics.csv", "config.yaml", "summary.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "train.log",
+        "logs/csv/metrics.csv",
+        "config.yaml",
+        "summary.json",
+        "summary.json.tmp",
+        "checkpoints/best.ckpt.tmp",
+        "model.pt.tmp",
+        "test_test_step-00000004.json.tmp",
+    ],
+)
 def test_links_in_a_run_directory_change_no_other_file(name: str, tmp_path):
     """A run directory may come from somebody else."""
     call(f"train.py {SMALL} --epochs 1 --logger_name csv", tmp_path)
     path = run_dir(tmp_path) / name
     precious = tmp_path / "precious"
-    text = path.read_text()
+    text = path.read_text() if path.exists() else ""
     precious.write_text(text)
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.symlink_to(precious)
-    call("train.py --resume auto --epochs 2", tmp_path)
+    call("test.py --checkpoint last --accelerator cpu", tmp_path)
+    call("train.py --resume auto --max_steps 2", tmp_path)  # no step is left
+    call("train.py --resume auto --max_steps 8", tmp_path)
     assert precious.read_text() == text
+
+
+def test_no_link_in_a_folder_of_checkpoints_that_is_a_link_is_followed(tmp_path):
+    call(f"train.py {SMALL} --epochs 1 --logger_name csv", tmp_path)
+    folder = run_dir(tmp_path) / "checkpoints"
+    folder.rename(tmp_path / "checkpoints")
+    folder.symlink_to(tmp_path / "checkpoints")
+    precious = tmp_path / "precious"
+    precious.write_text("")
+    (folder / "step-00000008.ckpt.tmp").symlink_to(precious)
+    call("train.py --resume auto --epochs 2", tmp_path)
+    assert precious.read_text() == "" and (folder / "step-00000008.ckpt").is_file()
 
 
 @pytest.fixture(scope="module")

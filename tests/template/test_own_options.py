@@ -79,6 +79,12 @@ def written(cwd: Path) -> dict:
     return {name: options[name] for name in WRITTEN}
 
 
+def test_an_option_whose_default_is_0_may_be_0(tmp_path):
+    program = with_fields(tmp_path / "program", "\n    noise: float = 0.0  # Standard deviation of noise")
+    call(f"{program}/train.py --fast_run --accelerator cpu --noise 0", tmp_path)
+    assert "--noise -1" in call(f"{program}/train.py --fast_run --noise -1", tmp_path, code=2).stderr
+
+
 def test_options_of_nested_dataclasses_are_given_with_dots(trained):
     assert written(trained) == WRITTEN
 

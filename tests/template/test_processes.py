@@ -216,7 +216,7 @@ def test_rank_0_gives_up_after_the_timeout_if_another_was_frozen_meanwhile(phase
 
 def test_a_rank_that_is_done_does_not_end_one_that_is_closing(tmp_path):
     """Rank 0 closes slowly, as wandb does on a slow line. Its launcher kills all, if another one has ended by then."""
-    repo = insert_before(tmp_path / "repo", "run ends", "time.sleep(8)")
+    repo = insert_before(tmp_path / "repo", "run ends", "time.sleep(15)")
     cwd = tmp_path / "run"
     cwd.mkdir()
     process, pids = started(cwd, ON_2, repo=repo)
