@@ -226,6 +226,13 @@ def test_a_rank_that_is_done_does_not_end_one_that_is_closing(tmp_path):
     assert last_summary(cwd)["state"] == "interrupted"
 
 
+def test_an_error_of_all_ranks_is_told_while_rank_0_closes_slowly(tmp_path):
+    repo = insert_before(tmp_path / "repo", "run ends", "time.sleep(15)")
+    insert_after(repo, "step is done", "if step == 6: utils.check_finite(math.nan, step)")
+    *_, line = run(f"{repo}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr.splitlines()
+    assert "the loss is nan in the steps up to 6" in line and "continue with: python train.py --resume" in line
+
+
 def test_a_killed_rank_ends_the_others(tmp_path):
     process, pids = started(tmp_path, ON_2)
     os.kill(pids[1], signal.SIGKILL)
