@@ -131,6 +131,21 @@ def test_a_tensor_that_has_grown_is_restored(program, tmp_path):
 # ---- what does not fit
 
 
+def test_a_trained_tensor_of_another_shape_is_named(program, tmp_path):
+    """One of a further module in `state`, behind the optimizer."""
+    replace(program, "optimizer", ADAMW.format("[*model.parameters(), *scale]"))
+    insert_before(program, "state", '"scale": scale,')
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    insert_before(program, "set up model", "scale = nn.ParameterList([torch.ones(2)])")
+    call(f"{program}/train.py {CONSTANT} --epochs 1", cwd)
+    other = tmp_path / "other"
+    replace(other, "optimizer", ADAMW.format("[*model.parameters(), *scale]"))
+    insert_before(other, "state", '"scale": scale,')
+    insert_before(other, "set up model", "scale = nn.ParameterList([torch.ones(3)])")
+    assert "other parameters than in the checkpoint: scale.0 (2,), scale.0 (3,)" in refused(other, cwd)
+
+
 def test_a_parameter_of_another_shape_is_named(stopped, program):
     replace(program, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
     assert "size mismatch for layers.0.weight" in refused(program, stopped)
