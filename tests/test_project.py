@@ -22,6 +22,8 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+import zygote  # noqa: E402
+
 import cli  # noqa: E402
 import config  # noqa: E402
 
@@ -80,14 +82,19 @@ def environment() -> dict[str, str]:
 def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess:
     """Runs `train.py ...` or `test.py ...` in a process of its own, and checks the exit code."""
     script, *options = command.split()
-    done = subprocess.run(
+    process = zygote.popen(
         [sys.executable, str(REPO / script), *options],
         cwd=cwd,
         env=environment() | {"OMP_NUM_THREADS": "1"} | env,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
     assert done.returncode == code, f"{command}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -20,7 +20,10 @@ import torch
 from edits import apply, copy_programs
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
+
+import zygote  # noqa: E402
+
 torch.set_num_threads(1)  # as in the processes that are started: sums in the same order, equal in every bit
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
@@ -49,7 +52,7 @@ def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.
     """Starts `train.py ...`, `test.py ...` or a script of recipes/ in `cwd`, as the leader of a process group."""
     script, _, options = command.partition(" ")
     interpreter = "bash" if script.endswith(".sh") else sys.executable
-    return subprocess.Popen(
+    return zygote.popen(
         [interpreter, str(repo / script), *options.split()],
         cwd=cwd,
         env=clean_environment() | {"OMP_NUM_THREADS": "1"} | env,

@@ -66,7 +66,8 @@ def stripped(folder: Path) -> Path:
 def run_project_tests(program: Path, words: str = "") -> subprocess.CompletedProcess:
     """Runs the tests of a project in a copy of the programs, which gets what they need; or those that -k selects."""
     (program / "tests").mkdir(exist_ok=True)
-    shutil.copy(REPO / "tests" / "test_project.py", program / "tests")
+    for name in ("test_project.py", "zygote.py"):
+        shutil.copy(REPO / "tests" / name, program / "tests")
     shutil.copy(REPO / "pyproject.toml", program)
     return run_pytest(program, words)
 
@@ -98,7 +99,7 @@ def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
 def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_deleted(tmp_path: Path):
     """Deleted by README.md's command. Without xdist, and without git. What stays keeps the style."""
     copy = stripped(tmp_path / "copy")
-    assert [path.name for path in (copy / "tests").iterdir()] == ["test_project.py"]
+    assert sorted(path.name for path in (copy / "tests").iterdir()) == ["test_project.py", "zygote.py"]
     ruff = Path(sys.executable).parent / "ruff"
     subprocess.run([ruff, "check", "--no-cache", "."], cwd=copy, check=True)
 

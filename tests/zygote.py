@@ -1,0 +1,193 @@
+"""Starts `python script.py ...` 2 to 3 seconds sooner: as a fork of a process that has imported torch, Lightning and
+torchmetrics, and nothing of the project. The project's own modules are imported anew in each fork, from the folder of
+the script. A fork has its own pid, session, signals, exit code and atexit handlers, as any process.
+
+What it does not show: the imports themselves (their order, time, messages), and what differs between two interpreters,
+such as the order of a set of strings. So a process is a real one (`subprocess.Popen`) with --help, with another
+environment than that of the zygote, and wherever the script is not a Python file; on other systems than Linux, always.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+# What the programs import of other packages, with what they import late.
+SHARED = (
+    "torch torch.distributed torch.utils.data torchmetrics.classification lightning.fabric tqdm yaml simple_parsing "
+    "sklearn.datasets tensorboard.compat.proto.event_pb2 torch.utils.tensorboard torch._dynamo"
+)
+PR_SET_CHILD_SUBREAPER = 36
+# Variables that no import reads: a fork may have others than the zygote.
+LATE = {"PYTEST_CURRENT_TEST", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD"}
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+# ---- in the process of pytest
+
+
+class Zygote:
+    """Of one process of pytest; started by the first call, with the environment of that call."""
+
+    def __init__(self) -> None:
+        self.env: dict[str, str] | None = None
+        self.socket: Any = None
+        self.lock = threading.Lock()  # some tests start processes in threads
+
+    def begin(self, env: dict[str, str]) -> None:
+        self.env = env
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # its grandchildren become children of this process
+        self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import zygote; zygote.serve(sys.argv[1])"
+        command = [sys.executable, "-c", code, str(other.fileno())]
+        null = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, env=env, stdin=null, stdout=null, pass_fds=[other.fileno()])
+        other.close()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+    def fork(self, request: dict, fds: list[int]) -> int:
+        """Returns the pid of a fork that has these files as its first three."""
+        with self.lock:
+            return self.ask(request, fds)
+
+    def ask(self, request: dict, fds: list[int]) -> int:
+        memory = os.memfd_create("request")
+        os.write(memory, json.dumps(request).encode())
+        socket.send_fds(self.socket, [b"fork"], [*fds, memory])
+        os.close(memory)
+        return int(self.socket.recv(99))
+
+
+ZYGOTE = Zygote()
+
+
+class Forked(subprocess.Popen):
+    """A Popen of `[sys.executable, script, *options]` whose process is a fork of the zygote."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
+                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest) -> None:  # fmt: skip
+        ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]  # a process inherits it
+        request = {"argv": args[1:], "cwd": str(cwd or os.getcwd()), "env": env, "ignored": ignored}
+        files = enumerate((p2cread, c2pwrite, errwrite))
+        self.pid = ZYGOTE.fork(request, [number if file == -1 else file for number, file in files])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def plain(env: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in LATE}
+
+
+def popen(args: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
+    """As subprocess.Popen(args, env=env, **options), which must have pipes, and start_new_session."""
+    can = sys.platform == "linux" and args[0] == sys.executable and args[1].endswith(".py") and "--help" not in args
+    is_plain = plain(env).items() <= (os.environ | {"OMP_NUM_THREADS": "1"}).items()  # nothing that one test has set
+    if can and ZYGOTE.env is None and is_plain and env.get("OMP_NUM_THREADS") == "1":
+        ZYGOTE.begin(plain(env))
+    if can and plain(env) == ZYGOTE.env:
+        return Forked(args, env=env, **options)
+    return subprocess.Popen(args, env=env, **options)
+
+
+# ---- in the zygote
+
+
+def serve(fd: str) -> None:
+    """Forks for each request until the other end is closed. Returns in a fork alone, which then ends as Python ends."""
+    for name in SHARED.split():
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    with open("/proc/self/status") as status:
+        assert "Threads:\t1\n" in status.read(), "a fork would have only one of the threads"
+    channel = socket.socket(fileno=int(fd))
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, 99, 9)
+        if not message:
+            os._exit(0)
+        read, write = os.pipe()
+        between = os.fork()
+        if not between:
+            pid = os.fork()
+            if not pid:
+                channel.close()
+                return become(fds)
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        os.waitpid(between, 0)  # now the parent of the fork is pytest
+        channel.send(os.read(read, 99))
+        for each in (read, write, *fds):
+            os.close(each)
+
+
+def become(fds: list[int]) -> None:
+    """Makes this process that of a script, and runs it."""
+    os.setsid()
+    for number, each in enumerate(fds[:3]):
+        os.dup2(each, number)
+    with open(f"/proc/self/fd/{fds[3]}") as file:
+        request = json.load(file)
+    os.closerange(3, 256)
+    os.chdir(request["cwd"])
+    for number in SIGNALS:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
+    argv = request["argv"]
+    env = fork_ranks(argv, request["env"]) if "ZYGOTE_RANKS" in os.environ else request["env"]
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = argv
+    sys.orig_argv = [sys.executable, *argv]
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    del sys.modules["zygote"]
+    random.seed()
+    sys.modules["numpy"].random.seed()  # in a fork it has the state of the zygote
+    main = sys.modules["__main__"].__dict__
+    main.clear()
+    main.update(__name__="__main__", __file__=argv[0], __builtins__=__builtins__, __spec__=None, __doc__=None)
+    exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main)
+
+
+def fork_ranks(argv: list[str], env: dict[str, str]) -> dict[str, str]:
+    """Forks the other ranks of `--devices N` now, before anything of the project is imported. They sleep until Fabric
+    starts them, or until rank 0 has ended. Returns the environment of this process, be it rank 0 or another."""
+    devices = argv[argv.index("--devices") + 1] if "--devices" in argv[:-1] else ""
+    waiting: list[tuple[int, int]] = []
+    if not devices.isdigit() or "LOCAL_RANK" in env or "--num_nodes" in argv:
+        return env
+    for _ in range(int(devices) - 1):
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            for each in (write, *(other for _, other in waiting)):
+                os.close(each)
+            text = os.read(read, 1 << 16)
+            os.close(read)
+            return json.loads(text) if text else os._exit(0)
+        os.close(read)
+        waiting.append((pid, write))
+
+    class Rank(subprocess.Popen):
+        def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+            self.pid, write = waiting.pop(0)
+            os.write(write, json.dumps(dict(env)).encode())
+            os.close(write)
+            self._child_created = True
+
+    launcher: Any = sys.modules["lightning.fabric.strategies.launchers.subprocess_script"]
+    launcher.subprocess = type("subprocess", (), {"Popen": Rank})
+    return env
