@@ -1,34 +1,48 @@
-"""How the processes of a run begin and end: Fabric and its strategy, checks that the ranks agree, signals."""
+"""How the processes of a run begin and end: Fabric and its strategy, agreement of the ranks, signals, errors."""
 
-import fcntl
+import gc
 import logging
+import math
 import os
 import signal
+import sys
 import tempfile
 import time
+import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cli import DEVICE_OPTIONS, ROOT, SOURCES, as_config_error, is_local_zero, say
-from config import PER_HOST_OPTIONS, ConfigError
+from cli import (
+    DEVICE_OPTIONS,
+    ROOT,
+    SOURCES,
+    as_config_error,
+    end,
+    is_child_of_fabric,
+    is_local_zero,
+    say,
+    write_error,
+)
+from config import PER_HOST_OPTIONS, ConfigError, RunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that stop a run
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
-SHARED = "all machines need the same files, options and --root_dir, on a file system that they share"
+NO_LIMIT = 1e7  # seconds
 
 
 # ---- Fabric
@@ -142,7 +156,6 @@ def prepare_device(config, device: str):
     if config.strategy == "dp" and (device != "cuda" or config.precision == "bf16-mixed"):
         raise ValueError("dp needs CUDA GPUs, and would run bf16-mixed in float16; use ddp, which is faster, too")
     if device != "cpu":
-        torch.set_float32_matmul_precision("high")  # TF32; on a CPU this would make small products twice as slow
         torch.backends.cudnn.deterministic = config.deterministic
         torch.backends.cudnn.benchmark = not config.deterministic
         return
@@ -157,30 +170,12 @@ def prepare_device(config, device: str):
 # ---- processes
 
 
-@contextmanager
-def first_process_alone(config, *options: str) -> Iterator[None]:
-    """On each machine, one process runs the body alone, which may download the data that these options name. The others
-    with the same values wait as long as it lives, and then run the body together. If it dies, one of them is the first.
-    Raises ConfigError, which names the options, for an OSError or ImportError of the body: others are bugs."""
-    values = [getattr(config, name) for name in options]
-    key = zlib.crc32(repr([os.getuid(), ROOT, values]).encode())
-    path = Path(tempfile.gettempdir()) / f"build_datasets-{key:08x}.lock"
-    with open(path, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits; ends with the process
-        if not path.exists():  # the first one was done, and has deleted it
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        with as_config_error(config, *options, kinds=(OSError, ImportError)):
-            yield
-        path.unlink(missing_ok=True)
-
-
 def launch(fabric: Fabric, config, function: Callable) -> int:
-    """Calls function(resources) in every process and returns its exit code. `resources` is an ExitStack for what must
-    not outlive the run, however it ends.
+    """Calls function(config, resources) in every process and returns its exit code. `resources` is an ExitStack for
+    what must not outlive the run, however it ends.
 
     Raises:
-        ConfigError: The launcher has started another number of processes than the options ask for, or a process has
-            other options or files than rank 0.
+        ConfigError: The launcher has started another number of processes than the options ask for.
     """
     started = int(os.environ.get("WORLD_SIZE", fabric.world_size))
     if started != fabric.world_size:
@@ -190,18 +185,130 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
         )
 
     def start(fabric: Fabric) -> int:
-        other = differing_rank(fabric, fingerprint(config))
-        if other:
-            raise ConfigError(f"{other} has other files or options than rank 0, or has found another run; {SHARED}")
         with ExitStack() as resources:
-            return function(resources)
+            return function(config, resources)
 
     code = fabric.launch(start)
     if dist.is_initialized():
-        if code:  # once a process has ended with it, launchers kill the others, which may still close their loggers
-            fabric.barrier()
         dist.destroy_process_group()  # after the model is gone, otherwise gloo may abort at exit
-    return code
+    return own_code(code)
+
+
+def run_and_exit(main: Callable, config: Any) -> NoReturn:
+    """Ends the process with the exit code of main(config). Each rank that fails says so at once: a ConfigError or
+    RunError in one line, any other error by its traceback."""
+    gc.enable()  # parse_or_exit has disabled it
+    gc.freeze()  # the objects of the imports are never searched for garbage
+    try:
+        sys.exit(main(config))
+    except (ConfigError, RunError) as error:
+        code = 2 if isinstance(error, ConfigError) else 1
+        message = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        if not dist.is_initialized():
+            end(code, message)
+        write_error(f"rank {dist.get_rank()}: {message}")
+    except Exception as error:
+        code = 1
+        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        if is_lost_connection(error):
+            time.sleep(1)  # first the process that has failed says why
+            words = str(error).split(". ")[0]
+            write_error(
+                f"{rank}another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
+                f"see its message ({words})"
+            )
+        else:
+            explain(error)
+            sys.stderr.write(rank + "".join(traceback.format_exception(error)))
+    if not dist.is_initialized():
+        sys.exit(code)
+    sys.stdout.flush()
+    os._exit(own_code(code))  # an orderly end would wait for the other processes, or gloo abort it
+
+
+def own_code(code: int) -> int:
+    """The exit code of this process. If one that Fabric has launched ended with another code than 0, Fabric would kill
+    rank 0, which may be closing its files. Rank 0 fails by itself when it loses the connection."""
+    return 0 if is_child_of_fabric() else code
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error of a connected rank comes from the communication, by its type or by gloo's or NCCL's words."""
+    has_words = "/gloo/" in str(error) or "NCCL" in str(error)
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or has_words)
+
+
+def explain(error: Exception):
+    """Adds to an error of torch what it does not say."""
+    words = str(error)
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if is_memory or "out of memory" in words or "can't allocate memory" in words:
+        error.add_note(
+            "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
+        )
+    if "finished reduction in the prior iteration" in words:
+        error.add_note("parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true")
+
+
+# ---- agreement of the ranks
+
+
+def gloo_group(timeout: float) -> Any:
+    """A group of all processes, on the CPU, so that it never waits for a GPU; None in a run of one process. A process
+    that waits in it gives up after `timeout` seconds, and at once when another one has ended."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
+def difference(found: dict) -> str | None:
+    """The first difference between what a rank and what rank 0 have found, in words; None if there is none. All ranks
+    call it."""
+    if not dist.is_initialized():
+        return None
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (found, os.uname().nodename))
+    first, _ = ranks[0]
+    for rank, (other, host) in enumerate(ranks):
+        for name in first | other:
+            if other.get(name) != first.get(name):
+                return f"{name}: {other.get(name)} on rank {rank} ({host}), {first.get(name)} on rank 0"
+    return None
+
+
+def check_ranks(config, found: dict):
+    """Raises ConfigError if a rank has other source files or options than rank 0, or has found something else."""
+    checksums = {f"checksum of {name}": checksum for name, checksum in SOURCES.items()}
+    options = {f"--{name}": value for name, value in asdict(config).items() if name not in PER_HOST_OPTIONS}
+    other = difference(checksums | options | found)
+    if other:
+        raise ConfigError(
+            f"{other}; all machines need the same files, options and data, and a --root_dir on a file system that they "
+            "share"
+        )
+
+
+def build_in_turn(fabric: Fabric, config, build: Callable) -> Any:
+    """The result of build(). On each machine the first process calls it alone, since it may download files, then the
+    others. They wait as long as it takes.
+
+    Raises:
+        ConfigError: build() has raised an OSError or ImportError. Other errors are bugs.
+    """
+    key = zlib.crc32(repr([ROOT, config.dataset, config.data_dir]).encode())
+    path = Path(tempfile.gettempdir()) / f"build_datasets-{os.getuid()}-{key:08x}.lock"
+    group = gloo_group(NO_LIMIT)
+    with as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)):
+        if fabric.local_rank == 0:
+            with FileLock(path):  # of other runs on this machine
+                result = build()
+        if group is not None:
+            dist.barrier(group)
+        if fabric.local_rank > 0:
+            result = build()
+        if group is not None:
+            dist.barrier(group)
+    return result
 
 
 def changed_files(then: dict) -> str:
@@ -210,40 +317,23 @@ def changed_files(then: dict) -> str:
     return f"; changed since: {', '.join(changed)}" if changed else ""
 
 
-def fingerprint(config) -> int:
-    """A hash of the programs and options, which must be the same in all processes."""
-    options = {name: value for name, value in asdict(config).items() if name not in PER_HOST_OPTIONS}
-    return zlib.crc32(repr([SOURCES, options]).encode())
-
-
-def differing_rank(fabric: Fabric, value: Any) -> str | None:
-    """The name of a rank, and of its host, whose value differs from that of rank 0; None if all agree."""
-    own = (value, os.uname().nodename)
-    found = [own] * fabric.world_size
-    if dist.is_initialized():
-        dist.all_gather_object(found, own)
-    for rank, (found_value, host) in enumerate(found):
-        if found_value != found[0][0]:
-            return f"rank {rank} on {host}"
-    return None
-
-
 # ---- signals
 
 
 class StopSignals:
     """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second Ctrl-C ends
     the process at once; other signals may come twice, as from a terminal that is closed, or torchrun. The ranks
-    synchronize about once a second, since that may take 1 ms."""
+    synchronize about once a second, since that may take 1 ms. The first half of --fast_run is stopped, too."""
 
-    def __init__(self, timeout: float, resources: ExitStack):
+    def __init__(self, config, resources: ExitStack):
         self.received = 0  # number of the signal
-        self.group = None
+        self.steps_left = math.inf
+        if config.fast_run and not config.resume:  # the first half
+            self.steps_left = (config.fast_run + 1) // 2
+        self.group = gloo_group(config.timeout)
         self.interval = 1  # steps between two synchronizations
         self.steps = 0  # since the last one
         self.synchronized = time.monotonic()
-        if dist.is_initialized():  # on the CPU, so that it never waits for a GPU
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.interrupt = signal.getsignal(signal.SIGINT)
         with suppress(ValueError):  # in another thread than the main one Python has no signal handlers
             for number in SIGNALS:
@@ -260,6 +350,9 @@ class StopSignals:
     def must_stop(self, synchronize: bool) -> bool:
         """Whether to stop; all ranks call it once per step. With `synchronize` the ranks are synchronized now, as they
         must be before a step waits for the device: a wait for a rank that has died would never end."""
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            return True
         if self.group is None:
             return self.received > 0
         self.steps += 1

@@ -3,12 +3,12 @@ resume, a logger drops the rows after `last_step`, which are logged again."""
 
 import csv
 import os
-import re
-import shutil
+import secrets
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 from cli import say
 from config import TrainConfig
-from utils import atomically
+from utils import atomically, regular_file
 
-csv.field_size_limit(sys.maxsize)  # zeros that a power failure has left within a file are one long field
 tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which starts a process on Python 3.14
 
 
@@ -69,10 +68,7 @@ class Console:
     def open_log(self, run_dir: Path):
         """Opens train.log, and writes the lines that were printed before."""
         printed = self.log.getvalue()
-        path = run_dir / "train.log"
-        if path.is_symlink():  # to any file, if the run directory comes from somebody else
-            path.unlink()
-        self.log = open(path, "a")  # noqa: SIM115 - closed below
+        self.log = open(run_dir / "train.log", "a", opener=regular_file)  # noqa: SIM115 - closed below
         self.log.write(printed)
 
     def print(self, text: str):
@@ -119,19 +115,25 @@ class CSVLogger:
     def __init__(self, run_dir: Path, last_step: int):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
-        self.path.touch()
-        self.write([row for row in self.read() if int(row["step"]) <= last_step])
+        rows: list = []
+        if self.path.exists():
+            try:
+                rows = [row for row in self.read() if int(row["step"]) <= last_step]
+            except (KeyError, ValueError, csv.Error) as error:  # somebody has changed it
+                copy = self.path.with_name(time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
+                self.path.rename(copy)
+                say(f"{self.path} cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
+        self.write(rows)
 
     def read(self) -> list[dict]:
-        """The rows of the file. If it has other lines, as after a spreadsheet has saved it with semicolons, or after a
-        row was cut, a copy of the file is kept under another name."""
-        text = self.path.read_text("utf-8-sig", errors="replace").rstrip("\0")  # zeros: of a power failure
-        lines = list(csv.DictReader(text.splitlines()))
-        rows = [line for line in lines if None not in (*line, *line.values()) and line.get("step", "").isdecimal()]
-        if len(rows) < len(lines):
-            copy = self.path.with_suffix(time.strftime(".unreadable-%Y%m%d-%H%M%S.csv"))
-            shutil.copy(self.path, copy)
-            say(f"{self.path}: some lines cannot be read; all are kept in {copy.name}")
+        """The rows of the file, without one that a kill has cut."""
+        with open(self.path, newline="", opener=regular_file) as file:
+            rows = list(csv.DictReader(file))
+        if rows and None in rows[-1].values():
+            rows.pop()
+        for row in rows:
+            if None in row or None in row.values():
+                raise ValueError(f"the row of step {row['step']} has not a value for each column")
         return rows
 
     def write(self, rows: list[dict]):
@@ -148,11 +150,11 @@ class CSVLogger:
         if set(row) - set(self.columns):  # new columns
             self.write([*self.read(), row])
             return
-        with open(self.path, "a") as file:  # opened for each row: an editor may have replaced the file
-            writer = csv.DictWriter(file, self.columns)
-            if file.tell() == 0:  # somebody has deleted it
-                writer.writeheader()
-            writer.writerow(row)
+        with open(self.path, "a", opener=regular_file) as file:  # for each row: an editor may have replaced the file
+            csv.DictWriter(file, self.columns).writerow(row)
+
+    def save(self):
+        sync(self.path)
 
     def finalize(self, status: str):
         """Nothing is left to close."""
@@ -165,6 +167,7 @@ class TensorBoardLogger:
     def __init__(self, run_dir: Path, last_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
+        self.run_dir = run_dir
         self.writer = SummaryWriter(run_dir, purge_step=last_step + 1)
 
     def log_metrics(self, row: dict, step: int):
@@ -175,24 +178,33 @@ class TensorBoardLogger:
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
 
+    def save(self):
+        for path in self.run_dir.glob("events.*"):
+            sync(path)
+
     def finalize(self, status: str):
         self.writer.close()
 
 
 class WandbLogger:
-    """Weights & Biases, under the name of the run directory; offline without a key. wandb ignores steps that it already
-    has. Errors are ignored: a signal to all processes also ends wandb's process, and the run must still be saved."""
+    """Weights & Biases, under the name of the run directory; offline without a key. The id is random, and kept in the
+    run: two runs of one name stay apart. wandb ignores steps that it already has. Its first error is printed, and the
+    run goes on: a signal to all processes also ends wandb's process, and the run must still be saved."""
 
     def __init__(self, run_dir: Path, config: TrainConfig):
         import wandb
 
         has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
-        name = run_dir.resolve().name
+        id_file = run_dir / "logs" / "wandb_id"
+        if not id_file.exists():
+            with atomically(id_file) as file:
+                file.write(secrets.token_hex(4))  # not `random`, which the seed has set
+        self.has_failed = False
         self.run = wandb.init(
             mode=None if has_mode else "offline",
             project=config.project,
-            name=name,
-            id=re.sub(r"[^\w.-]", "-", name),  # wandb refuses some characters
+            name=run_dir.resolve().name,
+            id=id_file.read_text(),
             resume="allow",
             notes=config.comment,
             dir=run_dir / "logs",
@@ -200,12 +212,27 @@ class WandbLogger:
         )
 
     def log_metrics(self, row: dict, step: int):
-        with suppress(Exception):
-            self.run.log(row, step=step, commit=True)  # otherwise it would wait for the next row
+        self.call(self.run.log, row, step=step, commit=True)  # otherwise it would wait for the next row
+
+    def save(self):
+        """wandb has files of its own."""
 
     def finalize(self, status: str):
-        with suppress(Exception):
-            self.run.finish(exit_code=int(status == "failed"))
+        self.call(self.run.finish, exit_code=int(status == "failed"))
+
+    def call(self, function: Callable, *args, **options):
+        try:
+            function(*args, **options)
+        except Exception as error:
+            if not self.has_failed:
+                say(f"wandb has failed, rows may be missing there: {type(error).__name__}: {error}")
+            self.has_failed = True
+
+
+def sync(path: Path):
+    """Waits until a file is on the disk."""
+    with open(path) as file:
+        os.fsync(file.fileno())
 
 
 def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list:

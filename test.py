@@ -11,8 +11,8 @@ if __name__ == "__main__":
     CONFIG = cli.parse_or_exit(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from checkpoints import checkpoints_of, is_whole, load
 from data import Loader, build_datasets, eval_batches
-from launch import build_fabric, changed_files, first_process_alone, launch
+from launch import NO_LIMIT, build_fabric, build_in_turn, changed_files, check_ranks, gloo_group, launch, run_and_exit
 from loggers import scalars_of
-from rundir import checkpoints_of, is_whole, load, load_meta
 from train import build_metrics, build_model, validate
 from utils import atomically
 
@@ -56,13 +56,12 @@ def gather(fabric: Fabric, batches: list) -> list:
     ranks = [batches]
     if dist.is_initialized():
         ranks = [[] for _ in range(fabric.world_size)]
-        group = dist.new_group(backend="gloo")  # for tensors on the CPU
-        dist.gather_object(batches, ranks if fabric.is_global_zero else None, group=group)
+        dist.gather_object(batches, ranks if fabric.is_global_zero else None, group=gloo_group(NO_LIMIT))
     in_order = [batch for turn in zip(*ranks, strict=True) for batch in turn]  # eval_batches is round-robin
     return [torch.cat(parts) for parts in zip(*in_order, strict=True)]
 
 
-def test(fabric: Fabric, config, train_config, dataset: Dataset, keys, path: Path, checkpoint: dict, resources) -> int:
+def test(fabric: Fabric, config, train_config, dataset: Dataset, path: Path, checkpoint: dict, resources) -> int:
     """Evaluates a checkpoint, of the file `path`, prints the results and writes them into the run. Returns the exit
     code."""
     run_dir = Path(config.out_dir)
@@ -75,7 +74,9 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys, path: Pat
     metrics: Any = build_metrics(train_config, dataset).to(fabric.device)
     if config.predictions:
         metrics = KeepOutputs(metrics)
-    loader = Loader(fabric, dataset, keys[fabric.global_rank], train_config, resources)
+    micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
+    batches = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
+    loader = Loader(fabric, dataset, batches[fabric.global_rank], train_config, resources)
     results = validate(fabric, train_config, model, loader, metrics)
     predictions = gather(fabric, metrics.batches) if config.predictions else None
     if not fabric.is_global_zero:
@@ -94,7 +95,7 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, keys, path: Pat
         "precision": config.precision,
         "split": config.split,
         "num_samples": len(dataset),
-        **results,
+        "results": results,
     }
     with atomically(run_dir / f"test_{stem}.json") as file:
         json.dump(report, file, indent=2, default=Tensor.tolist)
@@ -114,20 +115,34 @@ def find_checkpoint(run_dir: Path, name: str) -> Path:
     return found[0]
 
 
+def read_checkpoint(run_dir: Path, name: str) -> tuple[Path, dict]:
+    """The file that `--checkpoint` means, and its contents. Raises ConfigError if there is none, RunError if it is
+    damaged."""
+    while True:
+        path = find_checkpoint(run_dir, name)
+        try:
+            if is_whole(path):
+                return path, load(path)
+            if path.exists():
+                raise ValueError("it is damaged")
+        except FileNotFoundError:  # a run that goes on has deleted it: take the next one
+            pass
+        except Exception as error:  # torch.load raises many
+            raise RunError(f"--checkpoint {name}: {path} cannot be read: {error}; another checkpoint may do") from error
+
+
 def main(config: TestConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
     run_dir = Path(config.out_dir)
-    path = find_checkpoint(run_dir, config.checkpoint)
-    if not (load_meta(path) and is_whole(path)):
-        raise RunError(f"--checkpoint {config.checkpoint}: {path} is damaged; another checkpoint may do")
-    checkpoint = load(path)  # now: a run that goes on may delete the file
+    path, checkpoint = read_checkpoint(run_dir, config.checkpoint)
     about = checkpoint.get("checkpoint", {})  # model.pt has the weights alone
     if "config" in about:
         with cli.errors_of(f"config in {path}"):
             train_config = cli.config_of(about["config"])
     else:
         train_config = cli.read_config(run_dir)
-    config = replace(config, precision=config.precision or train_config.precision)
+    if config.precision == "auto":
+        config = replace(config, precision=train_config.precision)
     train_config = replace(
         train_config,
         data_dir=config.data_dir or train_config.data_dir,
@@ -135,13 +150,17 @@ def main(config: TestConfig) -> int:
         timeout=config.timeout,
     )
     fabric = build_fabric(config)
-    fabric.seed_everything(train_config.seed)
-    with first_process_alone(train_config, "dataset", "data_dir"):
-        dataset = build_datasets(train_config, augment=False)[config.split]
-    micro_batch_size = train_config.micro_batch_size or train_config.effective_batch_size
-    keys = eval_batches(len(dataset), micro_batch_size, fabric.world_size, config.batch_size)
-    return launch(fabric, config, partial(test, fabric, config, train_config, dataset, keys, path, checkpoint))
+    if fabric.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, as in train.py
+
+    def start(config: TestConfig, resources: ExitStack) -> int:
+        fabric.seed_everything(train_config.seed)
+        dataset = build_in_turn(fabric, train_config, lambda: build_datasets(train_config, augment=False))[config.split]
+        check_ranks(config, {"checkpoint": str(path), "step": about.get("step"), "number of samples": len(dataset)})
+        return test(fabric, config, train_config, dataset, path, checkpoint, resources)
+
+    return launch(fabric, config, start)
 
 
 if __name__ == "__main__":
-    cli.run(main, CONFIG)
+    run_and_exit(main, CONFIG)

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 import math
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,10 +28,10 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import utils
 from data import Loader, TrainSampler, build_datasets, eval_batches, seeder
-from launch import PREEMPTED, StopSignals, build_fabric, first_process_alone, launch
+from launch import PREEMPTED, StopSignals, build_fabric, build_in_turn, launch, run_and_exit
 from loggers import Console, scalars_of
 from model import Model
-from rundir import RunDir
+from rundir import RunDir, rehearse
 from utils import Plan
 
 
@@ -42,9 +42,9 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
-    """Forward pass and loss of training, validation and test.py. `model.training` is True only in training. torch's
-    generators are seeded before each call; NumPy's and Python's are not. What only a training step has, such as a
-    weight that grows with the step or a teacher, is a further argument, whose default is what a validation uses:
+    """Forward pass and loss of training, validation and test.py. `model.training` is True only in training. The global
+    generators of torch, NumPy and Python are seeded before each call. What only a training step has, such as a weight
+    that grows with the step or a teacher, is a further argument, whose default is what a validation uses:
     `compute_loss(model, batch, config, teacher=None)`. Call the model as `model(...)` alone: its other methods do not
     run in mixed precision, and fail on several devices.
 
@@ -88,7 +88,7 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
     if len(loader) == 0:  # --limit_val_batches 0
         return {}
     means = utils.Means(fabric)
-    set_seed = seeder(fabric, "validate", config.seed)
+    set_seed = seeder(fabric.device.type, "validate", config.seed)
     metrics.reset()
     was_training = model.training
     model.eval()
@@ -101,23 +101,22 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
     return means.take(metrics.compute())  # waits for the device
 
 
-def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], resources: ExitStack) -> int:
+def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, Dataset], resources: ExitStack) -> int:
     """The training run. Returns the exit code. `resources` closes what must not outlive the run."""
     train_set = datasets["train"]
     val_set = datasets["val"]
-    stop_signals = StopSignals(config.timeout, resources)
+    stop_signals = StopSignals(config, resources)
 
     # ---- model, optimizer, metrics
     fabric.seed_everything(config.seed)
     # On the CPU: a seed means the same weights on every kind of device.
     model: Any = build_model(config, train_set)
-    if config.compile:
+    if config.compile != "none":
         model = torch.compile(model, mode=config.compile, dynamic=False)
     model = fabric.setup_module(model)
     # Created after the model was set up, since some strategies replace its parameters.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
-    utils.bypass_wrappers(fabric, model, optimizer)  # in 32-true: saves 40 µs of a step
     metrics = build_metrics(config, train_set).to(fabric.device)
     means = utils.Means(fabric)
 
@@ -129,13 +128,12 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed
         "means": means,  # of what compute_loss returned since the last log
         "step": 0,
-        "micro_batch_size": None,  # kept on a resume: dropout and augmentation depend on it
+        "micro_batch_size": 0,  # kept on a resume: dropout and augmentation depend on it
         "best": None,  # value of `monitor`
         "best_step": 0,
         "bad_validations": 0,  # since the best one
     }
-    run = RunDir(fabric, config, state, resources)
-    run.restore()
+    run.restore(state, {"training": len(train_set), "validation": len(val_set)})
     saved_size = state["micro_batch_size"]
     plan = utils.make_plan(config, len(train_set), len(val_set), fabric.world_size, saved_size)
     state["micro_batch_size"] = plan.micro_batch_size
@@ -153,7 +151,8 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
 
     # ---- the loop
     batches = train_loader.batches_from(state["step"])
-    set_seed = seeder(fabric, "step", config.seed)
+    set_step_seed = seeder(fabric.device.type, "whole step", config.seed)
+    set_seed = seeder(fabric.device.type, "step", config.seed)
     timer = utils.Timer(fabric.device, plan.micro_batch_size * plan.world_size)
     first_step = state["step"] + 1  # of this process
     is_over = plan.is_finished(state["step"], state["bad_validations"])  # so a resume may have no step left
@@ -164,9 +163,10 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
         is_val_step = plan.is_due(step, plan.val_interval)
         is_log_step = plan.is_due(step, plan.log_interval) or is_val_step
         is_save_step = plan.is_due(step, plan.save_interval)
+        set_step_seed(step)  # what is drawn once for a step is drawn here: it is the same on all ranks
         lr = learning_rate(config, plan, step)
         for group in optimizer.param_groups:
-            group["lr"] = lr  # for other rates in some groups: lr * group["lr_factor"]
+            utils.set_lr(group, lr)  # for other rates in some groups: lr * group["lr_factor"]
 
         for micro_step in range(plan.grad_accum_steps):
             batch = timer.next(batches)
@@ -175,7 +175,7 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
             with fabric.no_backward_sync(model, enabled=is_accumulating):
                 values = compute_loss(model, batch, config)[0]  # the outputs are freed
                 if step == first_step:
-                    utils.check_values(values, config.monitor, scalars_of(sanity_results))
+                    utils.check_values(values, config.monitor, scalars_of(sanity_results), fabric.device)
                 loss = values["loss"]
                 if plan.grad_accum_steps > 1:  # the gradients of all micro-batches add up to their mean
                     loss = loss / plan.grad_accum_steps
@@ -229,13 +229,13 @@ def train(fabric: Fabric, config: TrainConfig, datasets: dict[str, Dataset], res
     return 0 if is_finished else PREEMPTED
 
 
-def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, model, saved: int | None):
+def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, model, saved: int):
     """Prints what will happen."""
     device = fabric.device.type
     precision = config.precision
     if device == "cuda":
         device = torch.cuda.get_device_name(fabric.device)
-        if torch.cuda.is_tf32_supported():
+        if torch.get_float32_matmul_precision() == "high" and torch.cuda.is_tf32_supported():
             precision += ", float32 products in TF32"
     console.print(f"{plan.world_size} x {device}, precision {precision}")
     layers = model.module if config.summary else "model"
@@ -243,7 +243,7 @@ def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, mo
     console.print(f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples")
     micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
     console.print(f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}")
-    if saved not in (None, plan.micro_batch_size):
+    if saved not in (0, plan.micro_batch_size):
         console.print(f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ")
     rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
     console.print(f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}")
@@ -254,7 +254,7 @@ def header(console: Console, fabric: Fabric, config, plan: Plan, run: RunDir, mo
 def footer(console: Console, config: TrainConfig, plan: Plan, state: dict, run: RunDir, is_finished: bool):
     """Prints what came out, and what to do next."""
     console.bar.close()
-    ending = "finished" if is_finished else "stopped by a signal"
+    ending = "finished" if is_finished else "stopped"
     best = "none"
     if state["best"] is not None:
         best = f"{state['best']:.5g} at step {state['best_step']}"
@@ -264,16 +264,18 @@ def footer(console: Console, config: TrainConfig, plan: Plan, state: dict, run: 
 
 def main(config: TrainConfig) -> int:
     """Trains, or resumes the run at `config.resume`. Returns the exit code, or raises ConfigError or RunError."""
-    if config.fast_run:
-        steps = config.fast_run
-        per_epoch = (steps + 1) // 2  # the run has two epochs: what happens between them is tried, too
-        config = replace(config, max_steps=steps, limit_train_batches=per_epoch, limit_val_batches=steps)
     fabric = build_fabric(config)
-    fabric.seed_everything(config.seed)  # for a dataset that is split at random
-    with first_process_alone(config, "dataset", "data_dir"):
-        datasets = build_datasets(config)
-    return launch(fabric, config, lambda resources: train(fabric, config, datasets, resources))
+    if fabric.device.type == "cuda":  # on a CPU it would make small products twice as slow
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of float32, with 10 bits of mantissa
+
+    def start(config: TrainConfig, resources: ExitStack) -> int:
+        run = RunDir(fabric, config, resources)
+        fabric.seed_everything(config.seed)  # for a dataset that is split at random
+        datasets = build_in_turn(fabric, config, lambda: build_datasets(config))
+        return train(fabric, config, run, datasets, resources)
+
+    return launch(fabric, config, partial(rehearse, fabric, start) if config.fast_run else start)
 
 
 if __name__ == "__main__":
-    cli.run(main, CONFIG)
+    run_and_exit(main, CONFIG)

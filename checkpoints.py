@@ -1,0 +1,305 @@
+"""Checkpoints: which ones a run has, what they hold, and how `state` is restored from one. Nothing here depends on the
+task, or on a key of `state`: all modules, optimizers, tensors and plain values in it are treated alike."""
+
+import os
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cli import read_summary, say
+from config import RunError
+from utils import atomically, parameters_of
+
+FORMAT = 3  # of checkpoints
+PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
+RESERVED = ("checkpoint", "last", "parameters", "seconds", "state")  # what a checkpoint or summary.json has by itself
+
+# ---- files
+
+
+def load(path: Path) -> dict:
+    """The contents of a file of torch.save, with tensors on the CPU that are read from the file when they are used.
+    Objects other than tensors and plain values could run code: it raises."""
+    return torch.load(path, "cpu", mmap=True, weights_only=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint; -1 for any other file, or one that cannot be loaded. Damage within a tensor is not
+    seen. Raises PermissionError if the file may not be read."""
+    try:
+        return int(load(path)["checkpoint"]["step"])
+    except PermissionError:
+        raise
+    except Exception:  # EOFError, IsADirectoryError, KeyError, RuntimeError, UnpicklingError, ...
+        return -1
+
+
+def is_whole(path: Path) -> bool:
+    """Whether each byte of a file of torch.save is as written, by its checksums: torch loads flipped bits without a
+    word. Reads the whole file."""
+    try:
+        return zipfile.ZipFile(path).testzip() is None
+    except Exception:  # BadZipFile, NotImplementedError, OSError, ...
+        return False
+
+
+def regular_checkpoints(run_dir: Path) -> dict:
+    """The files step-NUMBER.ckpt of a run, with their steps. Files with other names are ignored."""
+    paths = run_dir.glob("checkpoints/step-*.ckpt")
+    return {path: int(path.stem[5:]) for path in paths if path.stem[5:].isdecimal()}
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, the highest step first. best.ckpt is one of them: it is written before step-*.ckpt, so
+    after a kill it may be the newest."""
+    steps = regular_checkpoints(run_dir)
+    best = run_dir / "checkpoints" / "best.ckpt"
+    if best.exists():
+        steps[best] = step_of(best)
+    return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The whole checkpoint of the highest step; None if the run never had one. Newer ones that are damaged are renamed,
+    since the number of files to keep counts them."""
+    damaged = []
+    for path in checkpoints_of(run_dir):
+        if step_of(path) < 0 or not is_whole(path):
+            damaged.append(path)
+            continue
+        for other in damaged:
+            say(f"skipped {other}: it is damaged")
+            other.rename(f"{other}.damaged")
+        return path
+    if damaged or "checkpoint" in read_summary(run_dir):
+        raise RunError(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed")
+    return None
+
+
+def save(run_dir: Path, contents: dict, step: int, is_regular: bool, is_best: bool, is_first: bool):
+    """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best`; the first file of a process is read back."""
+    regular = run_dir / "checkpoints" / f"step-{step:08d}.ckpt"
+    best = run_dir / "checkpoints" / "best.ckpt"
+    with atomically(best if is_best else regular, "wb") as file:  # fabric.save would write two more copies
+        try:
+            torch.save(contents, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, which torch hides
+                raise error.__context__ from None
+            raise
+        file.flush()
+        if is_first:
+            load(Path(file.name))  # fails now if it would fail on a resume
+    if is_best and is_regular:  # best.ckpt was written first: a kill in between must not lose it
+        with suppress(OSError):  # on a file system without links, best.ckpt is the checkpoint of this step
+            os.link(best, regular)
+
+
+def remove_old(run_dir: Path, num_keep: int):
+    """Deletes all step-*.ckpt but the newest `num_keep`; 0 keeps all."""
+    steps = regular_checkpoints(run_dir)
+    if num_keep:
+        for path in sorted(steps, key=steps.__getitem__)[:-num_keep]:
+            path.unlink()
+
+
+# ---- what a checkpoint holds
+
+
+def check_state(state: dict):
+    """Raises an error for what could be saved, but not restored."""
+    for name in RESERVED:
+        if name in state:
+            raise RunError(f"state[{name!r}]: each run has its own value of this name; choose another")
+    check_plain(state)
+    for value in state.values():
+        if isinstance(value, nn.Module):
+            value.load_state_dict(copied(value.state_dict()))  # fails now if it would fail on a resume
+
+
+def check_plain(state: dict):
+    """Raises RunError for an entry of `state` that could be saved, but not loaded with `weights_only=True`."""
+    for name, value in state.items():
+        if not hasattr(value, "state_dict"):
+            check_plain_value(value, f"state[{name!r}]")
+
+
+def check_plain_value(value: Any, name: str):
+    if type(value) is dict:
+        for key, item in value.items():
+            check_plain_value(item, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for number, item in enumerate(value):
+            check_plain_value(item, f"{name}[{number}]")
+    elif hasattr(value, "state_dict"):
+        raise RunError(f"{name} is a {type(value).__name__}: give it an entry of its own in `state`")
+    elif not (isinstance(value, Tensor) or type(value) in PLAIN):
+        raise RunError(
+            f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: "
+            "use tensors, numbers, strings, lists, dicts, or objects with a state_dict"
+        )
+
+
+def copied(value: Any) -> Any:
+    """A plain value with copies of its tensors."""
+    return apply_to_collection(value, Tensor, Tensor.clone)
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it is a part of a larger one, which torch.save would save as a whole."""
+    is_part = type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_part else tensor
+
+
+def contents_of(state: dict) -> dict:
+    """What a checkpoint has of `state`."""
+    check_plain(state)
+    contents = {}
+    for name, value in state.items():
+        saved = value.state_dict() if hasattr(value, "state_dict") else value
+        contents[name] = apply_to_collection(saved, Tensor, compact)
+    return contents
+
+
+def on_cpu(contents: dict) -> list:
+    """The names of the entries that have a tensor on the CPU."""
+    names = []
+    for name, value in contents.items():
+        tensors: list = []
+        apply_to_collection(value, Tensor, tensors.append)
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            names.append(name)
+    return names
+
+
+def describe(state: dict) -> dict:
+    """What a resume compares with the checkpoint: the names of what has a state_dict, and the optimizers as built."""
+    return {
+        "entries": sorted(name for name, value in state.items() if hasattr(value, "state_dict")),
+        "optimizers": describe_optimizers(state),
+    }
+
+
+# ---- restore
+
+
+def restore(fabric: Fabric, state: dict, saved: dict, now: dict) -> list:
+    """Restores `state`: modules, optimizers and tensors in place, other values are replaced.
+
+    Args:
+        fabric: Fabric.
+        state: The state, as built.
+        saved: The contents of a checkpoint.
+        now: The description of `state`.
+
+    Returns:
+        The names of the entries that are not in the checkpoint. They keep their values.
+
+    Raises:
+        ValueError, RuntimeError, ...: The state does not fit.
+    """
+    about = saved["checkpoint"]
+    others = set(now["entries"]) ^ set(about["entries"])
+    if others:
+        raise ValueError(
+            f"{', '.join(sorted(others))}: in `state` or in the checkpoint, but not in both; "
+            "rename it, or start a new run from the weights of this one"
+        )
+    for name, current in state.items():
+        if name not in saved:
+            continue
+        value = copied(saved[name])  # otherwise it would stay backed by the file
+        if name in now["optimizers"]:
+            restore_optimizer(current, value, now["optimizers"][name], about["optimizers"][name])
+            continue
+        if name not in about["on_cpu"]:
+            value = fabric.to_device(value)
+        if isinstance(current, Tensor) and isinstance(value, Tensor):
+            current.data = value.to(current.device)  # in place: the loop may have a reference to it
+        elif not hasattr(current, "state_dict"):
+            state[name] = value
+        elif value != {}:  # saved without a gradient scaler; GradScaler does not accept it
+            current.load_state_dict(value)
+    return [name for name in state if name not in saved]
+
+
+# ---- optimizers: their state_dicts know parameters by numbers alone, checkpoints by names, too
+
+
+def named_tensors(state: dict) -> dict:
+    """The tensors of the modules in `state` by name: the entry of a module, a dot, the name in its state_dict, and the
+    shape. A tied parameter has several names."""
+    named = {}
+    for entry, value in state.items():
+        if isinstance(value, nn.Module):
+            for name, tensor in value.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor):
+                    named[f"{entry}.{name} {tuple(tensor.shape)}"] = tensor
+    return named
+
+
+def describe_optimizers(state: dict) -> dict:
+    """For each optimizer in `state`: its class, and for each group the names of the parameters and the settings.
+
+    Raises:
+        RunError: A parameter is in no module of `state`: DDP would not average it, nor check_weights compare it.
+    """
+    named = named_tensors(state)
+    names = {named[name]: name for name in sorted(named, reverse=True)}  # of a tied parameter, the first
+    optimizers = {}
+    for entry, value in state.items():
+        if not isinstance(value, Optimizer):
+            continue
+        for parameter in parameters_of(value):
+            if parameter not in names:
+                raise RunError(
+                    f"state[{entry!r}] trains a parameter of the shape {tuple(parameter.shape)} that is in no module "
+                    "of `state`: add a module that has it; call functional_call with model.module"
+                )
+        optimizers[entry] = {
+            "class": type(getattr(value, "optimizer", value)).__name__,  # without Fabric's wrapper
+            "parameters": [[names[parameter] for parameter in group["params"]] for group in value.param_groups],
+            "settings": [settings_of(group) for group in value.param_groups],
+        }
+    return optimizers
+
+
+def settings_of(group: dict) -> dict:
+    """The settings of a parameter group, such as the weight decay."""
+    return {name: value for name, value in group.items() if type(value) in (*PLAIN, tuple)}
+
+
+def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
+    """Restores an optimizer from its state_dict. A setting that has changed in the options or the code is the new one.
+
+    Args:
+        optimizer: The optimizer.
+        saved: Its state_dict in the checkpoint.
+        now: Its description, as built in this process.
+        then: Its description, as built in the process that has saved the checkpoint.
+
+    Raises:
+        ValueError: It is of another class, or trains other parameters, or in another order or other groups.
+    """
+    if now["class"] != then["class"]:
+        raise ValueError(f"an optimizer is of class {now['class']}, but {then['class']} in the checkpoint")
+    if now["parameters"] != then["parameters"]:
+        ours = {name for group in now["parameters"] for name in group}
+        theirs = {name for group in then["parameters"] for name in group}
+        others = ", ".join(sorted(ours ^ theirs))
+        what = (
+            f"other parameters than in the checkpoint: {others}" if others else "them in another order or other groups"
+        )
+        raise ValueError(f"an optimizer trains {what}")
+    optimizer.load_state_dict(saved)
+    for group, new, old in zip(optimizer.param_groups, now["settings"], then["settings"], strict=True):
+        for name, value in new.items():
+            if name not in old or old[name] != value:
+                group[name] = value
