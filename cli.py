@@ -177,13 +177,13 @@ def errors_of(source: str) -> Iterator[None]:
 
 @contextmanager
 def as_config_error(config, *options: str, kinds=(Exception,)) -> Iterator[None]:
-    """Turns an exception of these kinds into a ConfigError that names the options: those that differ from their
-    default; if there are none, all."""
+    """Turns an exception of these kinds into a ConfigError that names the options: those that are empty or differ from
+    their default; if there are none, all."""
     try:
         yield
     except kinds as error:
         values = vars(config)
-        given = [name for name in options if values[name] != getattr(type(config), name)]
+        given = [name for name in options if not values[name] or values[name] != getattr(type(config), name)]
         words = [f"--{name} {shlex.quote(str(values[name]))}" for name in given or options]
         raise ConfigError(f"{' '.join(words)}: {error}") from error
 

@@ -5,9 +5,12 @@ and rank r of W takes the micro-batches r, r + W, ... So a run can be resumed at
 devices, with exactly the remaining samples.
 """
 
+import fcntl
 import math
+import os
 import random
 import signal
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -222,7 +225,7 @@ class Loader(DataLoader):
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             timeout=config.timeout if num_workers else 0,
             pin_memory=fabric.device.type == "cuda",
-            worker_init_fn=ignore_signals,
+            worker_init_fn=start_worker,
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
@@ -260,7 +263,18 @@ class Loader(DataLoader):
             signal.signal(signal.SIGCHLD, handler)
 
 
-def ignore_signals(worker: int):
-    """A signal to the process group must not end the workers before the loop has saved."""
+def start_worker(worker: int):
+    """Prepares a worker process. A signal to the process group must not end it before the loop has saved. A file that a
+    dataset had opened before gets a position of its own: otherwise all processes would move the same one."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "linux":  # where workers begin without the files of this process
+        return
+    for name in os.listdir("/proc/self/fd"):
+        file = int(name)
+        with suppress(OSError):  # the list itself was a file, too
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                own = os.open(f"/proc/self/fd/{file}", fcntl.fcntl(file, fcntl.F_GETFL))
+                os.lseek(own, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, file)
+                os.close(own)

@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import json
 import math
 import os
 import platform
@@ -31,7 +30,7 @@ from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run,
 from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig, values_of
 from launch import NO_LIMIT, ResumableDDP, changed_files, check_ranks, difference, gloo_group
 from loggers import Console, open_loggers, scalars_of
-from utils import atomically, parameters_of, regular_file
+from utils import atomically, parameters_of, regular_file, write_json
 
 TIMESTAMP = "%Y%m%d-%H%M%S"
 # The commit, and the names of changed files; nothing without git. It takes no lock, which would fail a `git commit` at
@@ -271,8 +270,7 @@ class RunDir:
         self.summary["state"] = state
         self.summary["seconds"] = self.written - self.began
         plain = {name: value for name, value in self.state.items() if type(value) in checkpoints.PLAIN}
-        with atomically(self.path / "summary.json") as file:
-            json.dump(plain | self.summary, file, indent=2)
+        write_json(self.path / "summary.json", plain | self.summary)
 
     def save(self, step: int, is_regular: bool, is_best: bool):
         """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best` and checkpoints are not switched off, or there
@@ -301,12 +299,12 @@ class RunDir:
 
     def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
-        norms = []
-        for module in self.modules.values():
-            for parameter in module.parameters():
+        norms = {}
+        for name, tensor in checkpoints.named_tensors(self.state).items():
+            if isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex()):
                 # In float32: a norm in bfloat16 has three digits. abs: weights may be complex.
-                norms.append(torch.linalg.vector_norm(parameter.detach().abs().float()))
-        norm = float(nn.utils.get_total_norm(norms))  # waits for the device, once
+                norms[name] = torch.linalg.vector_norm(tensor.detach().abs().float())
+        norm = float(nn.utils.get_total_norm(norms.values()))  # waits for the device, once
         norm_of_rank_0 = self.fabric.broadcast(norm)
         other = difference({"weights are those of rank 0": math.isclose(norm, norm_of_rank_0, rel_tol=1e-5)})
         if other:
@@ -316,7 +314,8 @@ class RunDir:
                 "or was a module frozen when it was set up, and trained later, or not called as model(...)?"
             )
         if not math.isfinite(norm_of_rank_0):
-            raise RunError(f"the weights are not finite after step {step}")
+            names = [name for name, value in norms.items() if not value.isfinite()]
+            raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}")
 
     def write_checkpoint(self, contents: dict, step: int, is_regular: bool, is_best: bool):
         for logger in self.loggers:
@@ -394,7 +393,7 @@ def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: Ex
         val_interval=half,
         log_interval=half,
         checkpoint_interval=half,
-        logger_name=tuple(name for name in config.logger_name if name != "wandb") or ("csv",),
+        logger_name=tuple(name for name in config.logger_name if name in ("csv", "tensorboard")) or ("csv",),
     )
     with ExitStack() as first:
         start(config, first)

@@ -10,7 +10,6 @@ from config import ConfigError, RunError, TestConfig
 if __name__ == "__main__":
     CONFIG = cli.parse_or_exit(cli.parse_test)  # before the heavy imports: --help and a mistyped option answer at once
 
-import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from data import Loader, build_datasets, eval_batches
 from launch import NO_LIMIT, build_fabric, build_in_turn, changed_files, check_ranks, gloo_group, launch, run_and_exit
 from loggers import scalars_of
 from train import build_metrics, build_model, validate
-from utils import atomically
+from utils import atomically, write_json
 
 
 class KeepOutputs:
@@ -97,8 +96,7 @@ def test(fabric: Fabric, config, train_config, dataset: Dataset, path: Path, che
         "num_samples": len(dataset),
         "results": results,
     }
-    with atomically(run_dir / f"test_{stem}.json") as file:
-        json.dump(report, file, indent=2, default=Tensor.tolist)
+    write_json(run_dir / f"test_{stem}.json", report)
     cli.say(f"results {run_dir / f'test_{stem}.json'}")
     return 0
 

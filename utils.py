@@ -1,6 +1,7 @@
 """What the loop calls: the plan of a run, means, gradients, timing; and how to write a file as a whole. Nothing here
 depends on the task: on a metric, a batch, a key of `state`, or on a loss other than by the name `loss`."""
 
+import json
 import math
 import os
 import stat
@@ -300,7 +301,8 @@ def clip_gradients(optimizer: Any, max_norm: float) -> Tensor:
     """Clips the total norm of an optimizer's gradients to max_norm; 0 only measures it. Returns the norm before
     clipping, on the device."""
     parameters = parameters_of(optimizer)
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in gradients])
     if max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -382,3 +384,23 @@ def atomically(path: Path, mode: str = "w"):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: dict):
+    """Writes values as JSON: tensors and arrays are lists, numbers that are not finite null, other objects text."""
+    with atomically(path) as file:
+        json.dump(as_json(values), file, indent=2)
+
+
+def as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, Tensor):
+        return as_json(value.to_dense().tolist())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return as_json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (int, float, str, type(None))) else str(value)

@@ -10,9 +10,9 @@ python recipes/runs.py DIR --diff A B                         # options, package
 The table fits the terminal, or 80 columns where there is none: titles are broken, long texts cut, and columns left out,
 which the last lines name. `--wide` shows all of it, `--format csv` all digits.
 
-A run is `running` while its process holds the lock, `finished` once it has model.pt, `failed` where an error ended it,
-else `interrupted`, also by a kill. `time` is that of all its starts up to the last validation, checkpoint or end, as in
-summary.json. `parameters` is shown where it differs. Files that cannot be read are named on stderr.
+A run is `running` while its process holds the lock; else `finished` or `failed` as summary.json says, or `interrupted`,
+also by a kill. `time` is that of all its starts up to the last validation, checkpoint or end, as in summary.json.
+`parameters` is shown where it differs. Files that cannot be read are named on stderr.
 """
 
 import argparse
@@ -63,14 +63,14 @@ class Run:
     rows: list[dict[str, str]]  # of metrics.csv
     results: dict = field(default_factory=dict)
     last: dict = field(default_factory=dict)  # logged values, as of summary.json
-    mode: str = "max"
+    mode: str = ""  # of mode_of
 
     def get(self, name: str):
         return {"run": self.path.name, **self.options, **self.results}.get(name)
 
     @property
     def sign(self) -> int:
-        return -1 if self.mode == "min" else 1
+        return {"max": 1, "min": -1}.get(self.mode, 0)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """The steps and values of a column of metrics.csv, where it has a number."""
@@ -141,10 +141,13 @@ def read_rows(file) -> list[dict[str, str]]:
 
 
 def mode_of(options: dict) -> str:
-    """Whether the "max" or the "min" of the monitored value is best."""
+    """Whether the "max" or the "min" of the monitored value is best. The config of an older version may not tell."""
     if options.get("monitor_mode") in ("max", "min"):
         return options["monitor_mode"]
-    return config.mode_of(options.get("monitor", "")) or "max"
+    try:
+        return config.mode_of(config.TrainConfig(monitor=options.get("monitor", "")))
+    except config.ConfigError:
+        return "max or min"
 
 
 def read_run(path: Path) -> Run:
@@ -158,21 +161,19 @@ def read_run(path: Path) -> Run:
     run.last = summary.get("last", {})
 
     # The newest rows may be later than summary.json. Values of train/ are logged between two validations, too, when no
-    # best one is chosen.
+    # best one is chosen. Without a mode only the run itself knew which is best.
     best = summary.get("best")
     best_step = summary.get("best_step")
     monitor = options.get("monitor", "")
     points = run.curve(monitor)
-    if points and monitor.startswith("val/"):
+    if points and run.sign and monitor.startswith("val/"):
         best_step, best = max(points, key=lambda point: run.sign * point[1])
     steps = [int(row["step"]) for row in run.rows]
 
     # A process that was killed could not change "running" in summary.json: the lock tells.
-    state = "interrupted"
-    if summary.get("state") == "failed":
-        state = "failed"
-    if (path / "model.pt").exists():
-        state = "finished"
+    state = summary.get("state")
+    if state not in ("finished", "failed"):
+        state = "interrupted"
     if is_locked(path / ".lock"):
         state = "running"
 

@@ -40,18 +40,19 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, get_type_hints
 
 import yaml
+from simple_parsing.helpers.serialization import encode
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 import cli  # noqa: E402 - they import no torch
-from config import ConfigError, TrainConfig, mode_of, options_of, problem_of_value  # noqa: E402
+from config import ConfigError, TrainConfig, mode_of, values_of  # noqa: E402
 
 try:
     import optuna
@@ -60,7 +61,7 @@ try:
 except ImportError as error:
     sys.exit(f"sweep.py: error: {error}: pip install optuna==5.0.0")
 
-OPTIONS = options_of(TrainConfig)
+OPTIONS = [*values_of(TrainConfig()), *vars(TrainConfig())]
 OWN = ("out_dir", "root_dir", "resume", "config_path", "fast_run")  # options that a run gets from here, or not at all
 MISTAKE = 2  # the exit code of a run with a mistake in its options
 PREEMPTED = 75  # the exit code of a run that was asked to stop and has saved
@@ -81,16 +82,17 @@ class Search:
     shared: str | None  # a config file of all runs
     options: list[str]  # of all runs, as they stand behind `--`
     differing: set[str]  # options that are not the same in all runs
-    monitor: str
-    mode: str
+    monitor: str = ""
+    mode: str = ""
 
     @property
     def is_grid(self) -> bool:
         return not any(isinstance(choice, dict) for choice in self.space.values())
 
-    def points(self) -> list[dict]:
-        """All points of a grid."""
-        return [dict(zip(self.space, values, strict=True)) for values in itertools.product(*self.space.values())]
+    def points(self, end: str = "low") -> list[dict]:
+        """All points of a grid; of a search with ranges, those at the low or the high end of all of them."""
+        choices = [[choice[end]] if isinstance(choice, dict) else choice for choice in self.space.values()]
+        return [dict(zip(self.space, values, strict=True)) for values in itertools.product(*choices)]
 
     def runs_of(self, point: dict) -> dict[str, dict]:
         """The options of the runs of a point, by out_dir: the name of the study, and what differs."""
@@ -114,12 +116,13 @@ class Search:
 
 def read_search(args: argparse.Namespace) -> Search:
     """The search of a command line. Raises ConfigError for a mistake that can be seen before the first run."""
-    given = parsed(cli.words_of(args.options))
+    given = cli.parse(TrainConfig, args.options)
     shared = read_config(args.shared) if args.shared else {}
     file = args.files[0]
     content = read_file(file) if len(args.files) == 1 else {}
     space = {option: value for option, value in content.items() if is_choice(option, value)}
-    fixed = {option: value for option, value in content.items() if option not in space}
+    fixed = {}
+    configs = {}
     is_search = len(space) > 0
     for option in (*given, *(content if is_search else ())):
         if option in OWN:
@@ -128,23 +131,19 @@ def read_search(args: argparse.Namespace) -> Search:
             raise ConfigError(f"--{option}: is searched, and given behind `--`")
     if is_search:
         check_space(file, space)
-        check_values(file, fixed)
+        fixed = {option: as_taken(file, option, value) for option, value in content.items() if option not in space}
         differing = set(space)
-        runs = [shared | fixed | given]
     else:
-        configs = [read_config(file) for file in args.files]
+        configs = {file: read_config(file) for file in args.files}
         if len({Path(file).stem for file in args.files}) < len(args.files):
             raise ConfigError("two config files have the same name, so their runs would have the same")
         space = {"config_path": args.files}
-        fixed = {}
-        differing = {option for config in configs for option in config}
-        runs = [shared | config | given for config in configs]
+        differing = {option for config in configs.values() for option in config}
 
     averaged = {option: space.pop(option) for option in args.average if option in space}
     for option, values in averaged.items():
         if isinstance(values, dict):
             raise ConfigError(f"{option}: give a list; a point is trained with each of them")
-    monitor, mode = monitored(runs, space)
     search = Search(
         name=args.study or (Path(file).stem if len(args.files) == 1 else "sweep"),
         space=space,
@@ -153,48 +152,38 @@ def read_search(args: argparse.Namespace) -> Search:
         shared=args.shared,
         options=args.options,
         differing=differing,
-        monitor=monitor,
-        mode=mode,
     )
-    names: set = set()
-    for point in search.points() if search.is_grid else ():
-        for name in search.runs_of(point):
-            if name in names:
+    runs: dict = {}
+    for point in search.points() if search.is_grid else search.points("low") + search.points("high"):
+        for name, options in search.runs_of(point).items():
+            if name in runs and search.is_grid:
                 raise ConfigError(f"two points have the same run, {name}: values are equal, but for special characters")
-            names.add(name)
+            runs[name] = config_of(shared, configs.get(point.get("config_path"), {}), options, given)
     if args.prune:
-        check_prunable(len(search.points()) if search.is_grid else args.trials, runs)
-    return search
-
-
-def monitored(runs: list[dict], space: dict) -> tuple[str, str]:
-    """The monitored value of all runs, by which they are compared, and its mode. Raises ConfigError."""
-    found = {(run.get("monitor", TrainConfig.monitor), run.get("monitor_mode")) for run in runs}
-    if len(found) > 1 or "monitor" in space or "monitor_mode" in space:
+        check_prunable(len(search.points()) if search.is_grid else args.trials, runs.values())
+    monitored = {(config.monitor, mode_of(config)) for config in runs.values()}
+    if len(monitored) > 1:
         raise ConfigError("monitor and monitor_mode must be the same in all runs")
-    ((monitor, mode),) = found
-    mode = mode or mode_of(monitor)
-    if mode is None:
-        raise ConfigError(f"--monitor {monitor}: its name does not tell if higher is better, give --monitor_mode")
-    return monitor, mode
+    ((monitor, mode),) = monitored
+    return replace(search, monitor=monitor, mode=mode)
 
 
-def check_prunable(trials: int, runs: list[dict]):
+def config_of(*sources: dict) -> TrainConfig:
+    """The config that train.py makes of these options; later ones win. Raises ConfigError."""
+    given: dict = {}
+    for source in sources:
+        if "monitor" in source:
+            given.pop("monitor_mode", None)  # of another monitor
+        given |= {name: tuple(value) if isinstance(value, list) else value for name, value in source.items()}
+    return cli.config_with(TrainConfig(), given)
+
+
+def check_prunable(trials: int, configs: Iterable[TrainConfig]):
     """Raises ConfigError where --prune could not stop any run."""
     if trials <= STARTUP:
         raise ConfigError(f"--prune: cannot stop any of {trials} trials, since the first {STARTUP} are never stopped")
-    if any("csv" not in run.get("logger_name", TrainConfig.logger_name) for run in runs):
+    if any("csv" not in config.logger_name for config in configs):
         raise ConfigError("--prune: cannot see the values without metrics.csv; add csv to --logger_name")
-
-
-def parsed(words: dict) -> dict:
-    """The values of options. Raises ConfigError for one that its option does not take, whatever the others are."""
-    values = cli.parse(TrainConfig, words)
-    for name, value in values.items():
-        problem = problem_of_value(name, OPTIONS[name], value)
-        if problem:
-            raise ConfigError(problem)
-    return values
 
 
 def read_file(file: str) -> dict:
@@ -206,14 +195,14 @@ def read_file(file: str) -> dict:
         content = flat(content)
         for name in content:
             if name not in OPTIONS:
-                raise ConfigError(cli.unknown_option(str(name), OPTIONS))
+                raise ConfigError(cli.unknown_word(f"--{name}", TrainConfig))
     return content
 
 
 def read_config(file: str) -> dict:
     """The options of a config file of train.py, with the types of their fields. Raises ConfigError."""
     with cli.errors_of(file):
-        return parsed(cli.words_of_yaml(Path(file).read_text()))
+        return cli.parse_yaml(cli.read_yaml(Path(file).read_text()))
 
 
 def flat(content: dict, prefix: str = "") -> dict:
@@ -231,52 +220,42 @@ def flat(content: dict, prefix: str = "") -> dict:
 def is_choice(name: str, value) -> bool:
     """Whether a value in the file is a range or a list of values, and not one value of an option that takes several, as
     `logger_name: [csv, wandb]` is."""
-    takes_several = "tuple" in str(OPTIONS[name].type)
-    if isinstance(value, list) and takes_several:
+    kind: Any = TrainConfig
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part]
+    if isinstance(value, list) and "tuple" in str(kind):
         return any(isinstance(item, list) for item in value)
     return isinstance(value, (list, dict))
 
 
 def check_space(file: str, space: dict):
-    """Raises ConfigError for a list or a range that is not one."""
+    """Puts the values as train.py takes them into lists and ranges. Raises ConfigError for what is none of them."""
     for name, choice in space.items():
         if choice == []:
             raise ConfigError(f"{file}: {name}: the list is empty")
         if isinstance(choice, list):
-            for value in choice:
-                check_values(file, {name: value})
+            space[name] = [as_taken(file, name, value) for value in choice]
             continue
-        number = float if "float" in str(OPTIONS[name].type) else int
-        try:
-            choice |= {key: number(float(choice[key])) for key in ("low", "high")}
-            is_range = choice["low"] < choice["high"] and not choice.keys() - {"low", "high", "log", "step"}
-        except (KeyError, TypeError, ValueError):
-            is_range = False
-        if not is_range:
+        if not {"low", "high"} <= choice.keys() <= {"low", "high", "log", "step"}:
             raise ConfigError(f"{file}: {name}: a range is {{low: 1, high: 2}}, with log: true or step: 1")
-        check_values(file, {name: choice["low"]})
-        check_values(file, {name: choice["high"]})
+        choice |= {end: as_taken(file, name, choice[end]) for end in ("low", "high")}
         try:
             suggest(FixedTrial({name: choice["low"]}), name, choice)
-        except ValueError as error:  # such as a logarithm of 0
+        except (TypeError, ValueError) as error:  # such as a logarithm of 0
             raise ConfigError(f"{file}: {name}: {error}") from None
 
 
-def check_values(file: str, values: dict):
-    """Raises ConfigError for a value of the file that its option does not take."""
-    words = {}
-    for name, value in values.items():
-        items = value if isinstance(value, list) else [value]
-        words[name] = [str(item) for item in items]
+def as_taken(file: str, name: str, value):
+    """A value of the file as train.py takes it. Raises ConfigError if it does not."""
     with cli.errors_of(file):
-        parsed(words)
+        return encode(cli.parse_yaml({name: value})[name])  # a tuple as a list, as the journal gives it back
 
 
 def suggest(trial, name: str, choice: list | dict):
     """A value of a list or a range: drawn, waiting in the trial, or what the trial already has."""
     if isinstance(choice, list):
         return trial.suggest_categorical(name, choice)
-    if "float" in str(OPTIONS[name].type):
+    if isinstance(choice["low"], float) or isinstance(choice["high"], float):
         return trial.suggest_float(name, **choice)
     return trial.suggest_int(name, **choice)
 
@@ -471,7 +450,7 @@ class Sweep:
         cli.say(f"trial {number}: waiting for {name}, which goes on as process {survivor['pid']}")
         is_pruned = self.watch(trial, name, survivor["pid"], lambda: self.survivor(number) is not None)
         run_dir = self.newest_run(name)
-        if is_pruned and not (run_dir and (run_dir / "model.pt").exists()):
+        if is_pruned and not (run_dir and cli.is_finished(run_dir)):
             self.prune(trial)
 
     def train(self, trial: Trial, device: str | None):
@@ -567,7 +546,7 @@ class Sweep:
         """The directory of a run: the one that `--resume auto` takes, but without the lines that tell which it passes
         over. It is asked for several times a second."""
         for folder in cli.named_folders(self.root / name):
-            if any(path.stat().st_size for path in folder.glob("config.yaml")):
+            if (folder / "config.yaml").exists():
                 return folder
         return None
 
@@ -615,10 +594,8 @@ class Sweep:
 
 def best_of(run_dir: Path) -> float | None:
     """The best monitored value of a finished run; None if it has none, or its summary is damaged."""
-    try:
-        return float(json.loads((run_dir / "summary.json").read_text())["best"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    best = cli.read_summary(run_dir).get("best")
+    return best if isinstance(best, (int, float)) else None
 
 
 def as_args(option: str, value) -> list[str]:

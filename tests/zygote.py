@@ -10,7 +10,7 @@ environment than that of the zygote, and wherever the script is not a Python fil
 import atexit
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -108,7 +108,10 @@ def popen(args: list[str], env: dict[str, str], **options: Any) -> subprocess.Po
 
 def serve(fd: str) -> None:
     """Forks for each request until the other end is closed. Returns in a fork alone, which then ends as Python ends."""
-    for name in SHARED.split():
+    names = SHARED.split()
+    if importlib.util.find_spec("pyarrow"):  # sklearn would import it, and it starts threads
+        names.remove("sklearn.datasets")
+    for name in names:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

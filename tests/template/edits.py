@@ -29,7 +29,10 @@ POINTS = {
     "set up optimizer": ("train.py", "fabric.setup_optimizers(optimizer)"),
     "set-up is done": ("train.py", "    metrics = build_metrics(config, train_set).to(fabric.device)\n"),
     "state": ("train.py", '        "step": 0,\n'),
-    "state is there": ("train.py", "    run = RunDir(fabric, config, state, resources)\n"),
+    "state is there": (
+        "train.py",
+        '    run.restore(state, {"training": len(train_set), "validation": len(val_set)})\n',
+    ),
     "loop begins": ("train.py", '    batches = train_loader.batches_from(state["step"])\n'),
     "micro-batch is done": ("train.py", "            means.add(values)\n"),
     "optimizer steps": ("train.py", "        optimizer.step()\n"),
@@ -62,8 +65,14 @@ POINTS = {
     "Fabric": ("launch.py", "        return PlainFabric(**options)\n"),
     "next batch": ("utils.py", "        batch = next(batches)\n"),
     "progress line": ("loggers.py", "self.printed + 30"),
-    "run ends": ("rundir.py", '        if error and any(self.path.glob("checkpoints/*.ckpt")):\n'),
-    "final weights": ("rundir.py", "            torch.save(load(checkpoints_of(self.path)[0])[name], file)\n"),
+    "format": ("checkpoints.py", "FORMAT = 3"),
+    "checkpoint is chosen": ("checkpoints.py", "    damaged = []\n"),
+    "checkpoint is written": ("rundir.py", "        checkpoints.save(self.path, contents, step, "),
+    "run ends": (
+        "rundir.py",
+        '        if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):\n',
+    ),
+    "final weights": ("rundir.py", "            torch.save(checkpoints.load(last)[name], file)\n"),
 }
 
 

@@ -1,15 +1,20 @@
-"""The code was changed while a run was down: what still fits is found by its name, anything else is refused by name."""
+"""The code or the data was changed while a run was down: what still fits goes on, anything else is refused by name."""
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, call, last_summary, run_dir, weights, without_locks
+from conftest import SMALL, call, clean_environment, last_summary, run_dir, weights, without_locks
 from edits import REPO, insert_before, replace
 from torch import nn
 
-import rundir
+import checkpoints
+from cli import read_config
+from config import TrainConfig
 
 CONSTANT = f"{SMALL} --lr_schedule constant --logger_name csv"
 ADAMW = "torch.optim.AdamW({}, weight_decay=config.weight_decay, fused=True)"
@@ -52,29 +57,16 @@ def test_an_option_that_cannot_change_is_not_changed_in_config_yaml_either(optio
     path = run_dir(stopped) / "config.yaml"
     path.write_text(re.sub(rf"^{option}: .*", f"{option}: {value}", path.read_text(), flags=re.MULTILINE))
     error = refused(REPO, stopped)
-    assert f"--{option} {value}: a resume cannot change it" in error and ".ckpt was trained with " in error
+    old = TrainConfig.__dataclass_fields__[option].default
+    assert f"--{option} is {value}, but was {old} in {run_dir(stopped).name}/checkpoints/step-00000004.ckpt" in error
 
 
 # ---- what fits
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        "[*model.parameters()][::-1]",
-        "[{'params': [*model.parameters()][3:]}, {'params': [*model.parameters()][:3]}]",
-    ],
-    ids=["reversed", "in two groups"],
-)
-def test_the_state_of_each_parameter_is_found_in_whatever_order(groups: str, stopped, program, whole):
-    replace(program, "optimizer", ADAMW.format(groups))
-    call(f"{program}/train.py --resume auto --epochs 3", stopped)
-    torch.testing.assert_close(weights(stopped), weights(whole), atol=0, rtol=0)
-
-
 def described(model: nn.Module, parameters) -> tuple[torch.optim.Optimizer, dict]:
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    return optimizer, rundir.describe_optimizers({"model": model, "optimizer": optimizer})["optimizer"]
+    return optimizer, checkpoints.describe_optimizers({"model": model, "optimizer": optimizer})["optimizer"]
 
 
 def with_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -84,36 +76,35 @@ def with_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_tied_parameter_is_found_by_any_of_its_names():
-    model = nn.ModuleDict({"encoder": nn.Linear(2, 2, bias=False), "decoder": nn.Linear(2, 2, bias=False)})
-    model["decoder"].weight = model["encoder"].weight
-    optimizer, then = described(model, model.parameters())
-    with_steps(model, optimizer)
-    other = nn.ModuleDict({"decoder": nn.Linear(2, 2, bias=False)})
-    restored, now = described(other, other.parameters())
-    rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
-    (moments,) = restored.state.values()
-    assert torch.equal(moments["exp_avg"], optimizer.state[model["encoder"].weight]["exp_avg"])
+def test_a_tied_parameter_has_one_name():
+    """The first of its names, in whatever order the modules are."""
+    found = []
+    for names in (("encoder", "decoder"), ("decoder", "encoder")):
+        layer = nn.Linear(2, 2, bias=False)
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        for name in names:
+            model[name].weight = layer.weight
+        found.append((model, *described(model, model.parameters())))
+    (first, optimizer, then), (second, restored, now) = found
+    assert then["parameters"] == now["parameters"] == [["model.decoder.weight (2, 2)"]]
+    with_steps(first, optimizer)
+    checkpoints.restore_optimizer(restored, optimizer.state_dict(), now, then)
+    moments = restored.state[second["encoder"].weight]
+    assert torch.equal(moments["exp_avg"], optimizer.state[first["encoder"].weight]["exp_avg"])
 
 
-def test_what_an_optimizer_keeps_in_a_group_goes_to_the_group_of_the_same_parameters():
+def test_what_an_optimizer_keeps_in_a_group_stays_beside_a_setting_that_has_changed():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    groups = [{"params": layer.parameters()} for layer in model]
-    optimizer, then = described(model, groups)
+    optimizer, then = described(model, [{"params": layer.parameters()} for layer in model])
     with_steps(model, optimizer)
     for number, group in enumerate(optimizer.param_groups):
         group["d"] = number
-    groups = [{"params": layer.parameters(), "weight_decay": 0.5} for layer in reversed(model)]
-    restored, now = described(model, groups)
-    rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
-    assert [group["d"] for group in restored.param_groups] == [1, 0]
+    restored, now = described(model, [{"params": layer.parameters(), "weight_decay": 0.5} for layer in model])
+    checkpoints.restore_optimizer(restored, optimizer.state_dict(), now, then)
+    assert [group["d"] for group in restored.param_groups] == [0, 1]
     assert [group["weight_decay"] for group in restored.param_groups] == [0.5, 0.5]
     for parameter in model.parameters():
         assert torch.equal(restored.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-
-    restored, now = described(model, model.parameters())
-    with pytest.raises(ValueError, match="no group for the d of a group in the checkpoint"):
-        rundir.restore_optimizer(restored, optimizer.state_dict(), now, then)
 
 
 def test_a_tensor_that_has_grown_is_restored(program, tmp_path):
@@ -128,7 +119,45 @@ def test_a_tensor_that_has_grown_is_restored(program, tmp_path):
     assert saved["seen"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_another_limit_of_a_validation_is_no_other_validation_set(stopped, whole):
+    """The best value is then of other samples, which the user has asked for. The training is the same."""
+    done = call("train.py --resume auto --epochs 3 --limit_val_batches 3", stopped)
+    assert "--limit_val_batches 3 instead of 2\n" in done.stdout and " 192 validation samples\n" in done.stdout
+    torch.testing.assert_close(weights(stopped), weights(whole), atol=0, rtol=0)
+
+
 # ---- what does not fit
+
+
+@pytest.mark.parametrize(
+    "cut, words",
+    [
+        ("train = train[:700]", "the number of training samples is 700, but was 1217 in "),
+        ("val = order[1080:]", "the number of validation samples is 717, but was 200 in "),
+    ],
+)
+def test_another_size_of_a_dataset_is_refused_with_both_numbers(cut: str, words: str, stopped, program):
+    """A step would be another place in another epoch, and the best value one of other samples."""
+    insert_before(program, "statistics", cut)
+    error = refused(program, stopped)
+    told = f"{words}{run_dir(stopped).name}/checkpoints/step-00000004.ckpt: a resume cannot change it\n"
+    assert error == f"train.py: error: --resume: {told}"
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "[*model.parameters()][::-1]",
+        "[{'params': [*model.parameters()][:3]}, {'params': [*model.parameters()][3:]}]",
+    ],
+    ids=["another order", "two groups"],
+)
+def test_parameters_in_another_order_or_other_groups_are_refused(groups: str, stopped, program):
+    """An optimizer's state knows them by their numbers alone."""
+    replace(program, "optimizer", ADAMW.format(groups))
+    error = refused(program, stopped)
+    assert error.endswith(": an optimizer trains them in another order or other groups\n")
+    assert "step-00000004.ckpt; changed since: " in error
 
 
 def test_a_trained_tensor_of_another_shape_is_named(program, tmp_path):
@@ -169,7 +198,7 @@ def test_an_entry_with_a_state_dict_that_only_one_has_is_named(is_new: bool, pro
     cwd.mkdir()
     call(f"{first}/train.py {CONSTANT} --epochs 1", cwd)
     error = refused(then, cwd)
-    assert "--resume: second: in `state` or in the checkpoint, but not in both; rename it, or start a new run" in error
+    assert "train.py: second: in `state` or in the checkpoint, but not in both; rename it, or start a new run" in error
 
 
 def test_a_trained_parameter_that_is_not_in_state_is_refused_before_anything_is_written(program, tmp_path):
@@ -211,15 +240,56 @@ def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(p
 
 def test_a_resume_without_further_checkpoints_still_keeps_the_best(tmp_path):
     call(f"train.py {CONSTANT} --epochs 1", tmp_path)
-    call("train.py --resume auto --epochs 4 --checkpoint_frequency None", tmp_path)
+    call("train.py --resume auto --epochs 4 --checkpoint_frequency 0", tmp_path)
     best = torch.load(run_dir(tmp_path) / "checkpoints" / "best.ckpt", weights_only=True)
     summary = last_summary(tmp_path)
     assert summary["best_step"] > 4 and best["step"] == summary["best_step"]
 
 
-def test_a_checkpoint_of_another_format_is_refused(stopped):
-    for path in (run_dir(stopped) / "checkpoints").iterdir():
-        saved = torch.load(path, weights_only=True)
-        saved["checkpoint"]["format"] = 1
-        torch.save(saved, path)
-    assert "step-00000004.ckpt was written by another version of the template" in refused(REPO, stopped)
+def test_a_checkpoint_of_another_version_is_refused_with_the_command_that_goes_on(program, tmp_path):
+    """The run has a copy of the code that it was begun with."""
+    replace(program, "format", "FORMAT = 2")
+    (tmp_path / "options.yaml").write_text("root_dir: my runs\n")
+    call(f"{program}/train.py {CONSTANT} --epochs 1 --config_path options.yaml", tmp_path)
+    before = without_locks(tmp_path)
+    error = call("train.py --config_path options.yaml --resume auto --epochs 3", tmp_path, code=2).stderr
+    assert without_locks(tmp_path) == before
+    path, command = re.fullmatch(
+        "train.py: error: --resume: (.+) was written by another version of the template; "
+        "go on with the run's own copy of the code: python (.+)\n",
+        error,
+    ).groups()
+    folder = run_dir(tmp_path / "my runs").relative_to(tmp_path)
+    assert path == f"{folder}/checkpoints/step-00000004.ckpt"
+    words = [sys.executable, *shlex.split(command), "--epochs", "3"]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from {path}\n" in done.stdout and "finished after 12 of 12 steps" in done.stdout
+
+
+def with_null(config: str) -> str:
+    """The text of a config.yaml as the version before wrote it, where `null` was off or the default."""
+    off = {"0", "0.0", "''", "none", "auto"}
+    names = [name for name, value in re.findall("^(.+): (.+)$", config, re.MULTILINE) if value in off]
+    assert {"max_steps", "data_dir", "compile", "checkpoint_frequency", "num_checkpoint_keep"} <= set(names)
+    for name in set(names) - {"accelerator", "devices", "strategy", "num_workers", "seed", "lr_scaling_rule"}:
+        config = re.sub(f"^{name}: .*", f"{name}: null", config, flags=re.MULTILINE)
+    return config
+
+
+def test_a_run_of_the_version_before_means_what_it_meant_and_is_evaluated_as_it_was(tmp_path):
+    options = "--epochs 1 --checkpoint_frequency 0 --num_checkpoint_keep 0"
+    call(f"train.py {CONSTANT} {options}", tmp_path)
+    test = "test.py --accelerator cpu --checkpoint"
+    expected = call(f"{test} last", tmp_path).stdout
+    folder = run_dir(tmp_path)
+    config = read_config(folder)
+    (path,) = folder.glob("checkpoints/*")
+    saved = torch.load(path, weights_only=True)
+    saved["checkpoint"] |= {"format": 2, "config": with_null(saved["checkpoint"]["config"])}
+    torch.save(saved, path)
+    (folder / "config.yaml").write_text(with_null((folder / "config.yaml").read_text()))
+    assert read_config(folder) == config
+    assert call(f"{test} last", tmp_path).stdout == expected
+    loss = [line for line in expected.splitlines() if line.startswith("loss ")]
+    assert loss == [line for line in call(f"{test} {folder}/model.pt", tmp_path).stdout.splitlines() if "loss" in line]

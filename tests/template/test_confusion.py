@@ -73,9 +73,9 @@ def test_a_run_is_evaluated_and_shown(finished: Path, tmp_path: Path):
     classes = [(int(samples), float(accuracy)) for _, samples, accuracy in table(printed)]
     assert len(classes) == 10 and sum(samples for samples, _ in classes) == report["num_samples"] == 380
     right = sum(samples * accuracy for samples, accuracy in classes)
-    assert right / 380 == pytest.approx(report["accuracy"], rel=1e-4)
+    assert right / 380 == pytest.approx(report["results"]["accuracy"], rel=1e-4)
     rows = rows_of(run / "predictions_test_best.csv")
-    assert sum(row["target"] == row["prediction"] for row in rows) / 380 == pytest.approx(report["accuracy"])
+    assert sum(row["target"] == row["prediction"] for row in rows) / 380 == pytest.approx(report["results"]["accuracy"])
     assert f"predictions {run.name}/predictions_test_best.csv" in printed
 
 

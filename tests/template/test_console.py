@@ -236,7 +236,7 @@ def test_the_summary_of_a_finished_run(default):
 
 
 def test_the_state_is_running_after_a_validation_and_then_interrupted_and_at_last_finished(tmp_path):
-    process = start("train.py --accelerator cpu --width 4 --epochs 1000 --checkpoint_frequency None", tmp_path)
+    process = start("train.py --accelerator cpu --width 4 --epochs 1000 --checkpoint_frequency 0", tmp_path)
     try:
         wait_for(lambda: process.poll() is not None or any(tmp_path.glob("*/summary.json")))  # at most once a second
         first = last_summary(tmp_path)

@@ -37,7 +37,7 @@ DEFAULTS = {
     "early_stopping_patience": "1",
     "logger_name": '("tensorboard",)',
     "monitor": '"train/loss"',
-    "checkpoint_frequency": "None",
+    "checkpoint_frequency": "0.0",
     "num_checkpoint_keep": "1",
 }
 

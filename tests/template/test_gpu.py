@@ -70,6 +70,8 @@ def test_a_default_run_learns_on_the_gpu(default):
     assert max(float(row["val/accuracy"]) for row in rows(default)) > 0.8
     (provenance,) = (default / "provenance").glob("*.txt")
     assert "\n1 x cuda on " in provenance.read_text()
+    told = "precision 32-true, float32 products in TF32\n" in (default / "train.log").read_text()
+    assert told == torch.cuda.is_tf32_supported()
     assert all(float(row["peak_memory_mb"]) > 0 for row in rows(default))
     assert all(tensor.device.type == "cpu" for tensor in weights(default).values())
 
@@ -79,8 +81,8 @@ def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
     for environment in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
         run(f"test.py --out_dir {default} --devices 1", default.parent, **environment)
         results.append(json.loads((default / "test_test_best.json").read_text()))
-    on_gpu, on_cpu = results
-    assert on_gpu["num_samples"] == on_cpu["num_samples"] > 0
+    assert results[0]["num_samples"] == results[1]["num_samples"] > 0
+    on_gpu, on_cpu = (report["results"] for report in results)
     assert on_gpu["accuracy"] == pytest.approx(on_cpu["accuracy"], abs=0.01) and on_cpu["accuracy"] > 0.8
     assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)  # TF32 on the GPU
 
@@ -177,7 +179,7 @@ def test_the_gradient_scaler_of_16_mixed_grows_and_is_restored(tmp_path):
     run(f"{program}/{SHORT} --precision 16-mixed", tmp_path)
     before = checkpoint(run_dir(tmp_path), "step-00000016")["precision"]
     assert before["scale"] != 65536 and before["growth_interval"] == 4
-    run(f"{program}/train.py --resume auto --epochs 3 --num_checkpoint_keep None", tmp_path)
+    run(f"{program}/train.py --resume auto --epochs 3 --num_checkpoint_keep 0", tmp_path)
     after = checkpoint(run_dir(tmp_path), "step-00000018")["precision"]
     assert after["scale"] in (before["scale"], 2 * before["scale"])
 

@@ -114,7 +114,7 @@ def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0
     train = build(data, name, files)["train"]
     train[0]  # as the training process does before it starts workers
     config = TrainConfig(effective_batch_size=64, micro_batch_size=16, limit_train_batches=9)
-    plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_micro_batch_size=None)
+    plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_micro_batch_size=0)
     sampler = data.TrainSampler(plan, train, rank, seed=42)
     sampler.step = epoch * plan.steps_per_epoch + step
     with ExitStack() as resources:

@@ -30,7 +30,7 @@ def program(tmp_path_factory) -> Path:
 
 
 def datasets(program: Path, balanced: bool = True) -> dict:
-    return imported(program, "data").build_datasets(SimpleNamespace(data_dir=None, balanced=balanced))
+    return imported(program, "data").build_datasets(SimpleNamespace(data_dir="", balanced=balanced))
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -25,7 +25,7 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
     assert "best val/accuracy" in printed and summary["best"] > 0.93
     done = call(f"{program}/test.py --out_dir train_out --accelerator cpu --predictions", tmp_path)
     assert "on 380 test samples" in done.stdout
-    results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
+    results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
     assert results["accuracy"] > 0.9 and results["loss"] == pytest.approx(results["contrastive"] + results["probe"])
 
 

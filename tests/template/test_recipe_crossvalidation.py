@@ -43,7 +43,7 @@ def program(tmp_path_factory) -> Path:
 
 def datasets(program: Path, folds: int, fold: int) -> dict:
     """The datasets of a fold, without augmentation."""
-    config = SimpleNamespace(data_dir=None, folds=folds, fold=fold)
+    config = SimpleNamespace(data_dir="", folds=folds, fold=fold)
     return imported(program, "data").build_datasets(config, augment=False)
 
 
@@ -70,7 +70,7 @@ def test_each_sample_is_validated_on_once_and_else_trained_on(program: Path, fol
 
 
 def test_the_test_set_is_that_of_the_template_in_each_fold(program: Path):
-    expected = numbers(imported(REPO, "data").build_datasets(SimpleNamespace(data_dir=None))["test"])
+    expected = numbers(imported(REPO, "data").build_datasets(SimpleNamespace(data_dir=""))["test"])
     for fold in range(5):
         part = datasets(program, 5, fold)
         assert numbers(part["test"]) == expected

@@ -37,7 +37,7 @@ def test_the_averaged_weights_are_better_and_are_tested(program: Path, tmp_path:
 
 def test_average_follows_the_formula(program: Path, tmp_path: Path):
     """In each step, after the optimizer's: average <- decay * average + (1 - decay) * weights."""
-    options = "--max_steps 4 --checkpoint_interval 1 --num_checkpoint_keep None"
+    options = "--max_steps 4 --checkpoint_interval 1 --num_checkpoint_keep 0"
     call(f"{program}/{LONG.replace('--checkpoint_frequency 0.25', options)}", tmp_path)
     before, *others = saved(tmp_path)
     assert len(others) == 3
@@ -61,7 +61,4 @@ def test_two_processes_average_the_same_weights(program: Path, tmp_path: Path):
 
 
 def test_decay_of_one_is_refused(program: Path, tmp_path: Path):
-    assert (
-        "--ema_decay 1.0: must be above 0 and below 1"
-        in call(f"{program}/train.py --ema_decay 1", tmp_path, code=2).stderr
-    )
+    assert "--ema_decay 1.0: must be below 1" in call(f"{program}/train.py --ema_decay 1", tmp_path, code=2).stderr

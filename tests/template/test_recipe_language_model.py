@@ -39,7 +39,7 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
     out = call(f"{program}/train.py {options}", tmp_path).stdout
     assert "best val/perplexity" in out and 10 < drawn(out).count(" ") < 80
     report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
-    results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
+    results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
     samples = len(imported(program, "topics").build_topics(augment=False)["test"])  # depends on the version of Python
     assert 3 < results["perplexity"] < 15 and f"on {samples} test samples" in report and "class" not in report
     assert results["perplexity"] == pytest.approx(math.exp(results["loss"]), 1e-4)

@@ -45,17 +45,17 @@ def test_report_is_what_the_two_heads_say(trained: tuple[Path, str], program: Pa
     cwd, _ = trained
     call(f"{program}/test.py --out_dir train_out --checkpoint last --accelerator cpu", cwd)
     (path,) = run_dir(cwd).glob("test_*.json")
-    report, model = json.loads(path.read_text()), weights(cwd)
+    results, model = json.loads(path.read_text())["results"], weights(cwd)
     images, targets = digits()["test"]
     images = features = images.float()
     for i, stride in ((0, 1), (2, 2), (4, 2)):
         features = F.gelu(F.conv2d(features, model[f"layers.{i}.weight"], model[f"layers.{i}.bias"], stride, 1))
     digit, ink = (F.linear(features.flatten(1), model[f"{h}.weight"], model[f"{h}.bias"]) for h in ("digit", "ink"))
     inks = images.sum(dim=(1, 2, 3)) / 8
-    assert report["accuracy"] == pytest.approx((digit.argmax(1) == targets).double().mean().item())
-    assert report["digit_loss"] == pytest.approx(F.cross_entropy(digit, targets).item(), rel=1e-3)
-    assert report["ink_loss"] == pytest.approx((ink[:, 0] - inks).square().mean().item(), rel=1e-3)
-    assert report["ink_mae"] == pytest.approx((ink[:, 0] - inks).abs().mean().item(), rel=1e-3)
+    assert results["accuracy"] == pytest.approx((digit.argmax(1) == targets).double().mean().item())
+    assert results["digit_loss"] == pytest.approx(F.cross_entropy(digit, targets).item(), rel=1e-3)
+    assert results["ink_loss"] == pytest.approx((ink[:, 0] - inks).square().mean().item(), rel=1e-3)
+    assert results["ink_mae"] == pytest.approx((ink[:, 0] - inks).abs().mean().item(), rel=1e-3)
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):

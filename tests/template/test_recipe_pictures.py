@@ -77,7 +77,7 @@ def test_the_first_batch_is_what_the_model_got(trained: Path, pictures: ModuleTy
     """64 images as they were augmented, and their classes."""
     config = TrainConfig(limit_train_batches=4)
     dataset = build_datasets(config)["train"]
-    plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_micro_batch_size=None)
+    plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_micro_batch_size=0)
     key = next(iter(TrainSampler(plan, None, rank=0, seed=42)))
     images, targets = SeededBatches(dataset, 42)[key]
     assert not torch.equal(images, dataset.images[torch.tensor(key[1])])  # they are shifted

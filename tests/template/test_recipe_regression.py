@@ -50,8 +50,9 @@ def test_the_errors_are_in_the_unit_of_the_target(program: Path, trained: Path):
     progression = load_diabetes().target[np.random.default_rng(0).permutation(442)]
     train, test = progression[:242], progression[342:]
     predictions = outputs * train.std() + train.mean()
-    found = evaluate(program, trained)
-    assert found["num_samples"] == 100
+    report = evaluate(program, trained)
+    assert report["num_samples"] == 100
+    found = report["results"]
     assert found["mae"] == pytest.approx(mean_absolute_error(test, predictions), rel=1e-5)
     assert found["r2"] == pytest.approx(r2_score(test, predictions), abs=1e-5)
     assert found["loss"] == pytest.approx(np.mean((test - predictions) ** 2) / train.var(), rel=1e-5)
@@ -59,9 +60,8 @@ def test_the_errors_are_in_the_unit_of_the_target(program: Path, trained: Path):
 
 def test_two_processes_find_the_same_errors(program: Path, trained: Path):
     one, two = evaluate(program, trained), evaluate(program, trained, run, ON_2)
-    assert {name: two[name] for name in ("loss", "mae", "r2")} == pytest.approx(
-        {name: one[name] for name in ("loss", "mae", "r2")}, rel=1e-5
-    )
+    assert two["results"] == pytest.approx(one["results"], rel=1e-5)
+    assert two["results"].keys() == {"loss", "mae", "r2"}
 
 
 def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
@@ -72,6 +72,6 @@ def test_predictions_are_kept_and_are_of_no_classes(program: Path, trained: Path
     found = evaluate(program, trained, options="--predictions")
     outputs, targets = torch.load(run_dir(trained) / "predictions_test_best.pt", weights_only=True)
     assert outputs.shape == targets.shape == (100,)
-    assert (outputs - targets).square().mean().item() == pytest.approx(found["loss"], rel=1e-5)
+    assert (outputs - targets).square().mean().item() == pytest.approx(found["results"]["loss"], rel=1e-5)
     error = call(f"recipes/confusion.py {run_dir(trained)}", trained, code=2).stderr
     assert "needs logits (samples, classes)" in error and error.count("\n") == 1

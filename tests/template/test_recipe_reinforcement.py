@@ -63,10 +63,11 @@ def test_it_learns_and_each_episode_is_evaluated_once(program: Path, tmp_path: P
     found = []
     for how, devices in ((call, ""), (run, ON_2)):
         how(f"{program}/test.py --out_dir train_out --accelerator cpu --predictions {devices}", tmp_path)
-        results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
+        report = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
         (returns,) = torch.load(run_dir(tmp_path) / "predictions_test_best.pt", weights_only=True)
-        assert results["num_samples"] == len(returns) == 1000
-        assert results["return"] == pytest.approx(returns.mean().item()) and 400 < results["return"] <= 500
+        assert report["num_samples"] == len(returns) == 1000
+        mean = report["results"]["return"]
+        assert mean == pytest.approx(returns.mean().item()) and 400 < mean <= 500
         found.append(returns)
     assert (found[0] == found[1]).float().mean() > 0.99  # rounding may choose another action
 

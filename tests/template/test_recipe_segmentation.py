@@ -128,7 +128,7 @@ def test_it_is_better_than_logistic_regression_of_the_pixels_around(program: Pat
     linear = LogisticRegression(max_iter=300).fit(pixels[some], classes[some])
     pixels, classes = windows("test")
     found, _ = evaluate(program, trained)
-    assert found["iou"] > 0.6 > 0.3 > iou(linear.predict(pixels), classes) > 0.1
+    assert found["results"]["iou"] > 0.6 > 0.3 > iou(linear.predict(pixels), classes) > 0.1
 
 
 def test_predictions_are_a_byte_for_each_pixel_and_give_the_same_iou(program: Path, trained: Path, scenes: dict):
@@ -136,12 +136,13 @@ def test_predictions_are_a_byte_for_each_pixel_and_give_the_same_iou(program: Pa
     assert classes.dtype == masks.dtype == torch.uint8 and classes.shape == masks.shape == (400, 24, 24)
     assert torch.equal(masks, scenes["test"].targets)
     assert found["num_samples"] == 400
-    assert found["iou"] == pytest.approx(iou(classes, masks), rel=1e-6)
+    assert found["results"]["iou"] == pytest.approx(iou(classes, masks), rel=1e-6)
 
 
 def test_two_processes_find_the_same(program: Path, trained: Path):
     one, (classes, masks) = evaluate(program, trained)
     two, (classes_of_two, masks_of_two) = evaluate(program, trained, run, ON_2)
+    one, two = one["results"], two["results"]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["iou"] == pytest.approx(one["iou"], rel=1e-3)  # a pixel may be rounded to another class
     assert torch.equal(masks_of_two, masks)

@@ -28,9 +28,11 @@ from conftest import (
     history,
     interrupt,
     kill_group,
+    last_summary,
     newest,
     run,
     run_dir,
+    set_running,
     snapshot,
     start,
     terminate,
@@ -44,12 +46,12 @@ from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
-import rundir
+import checkpoints
 import train
 from cli import parse_train
 from config import TrainConfig
 from loggers import Console
-from rundir import RunDir, is_whole
+from rundir import RunDir
 
 # ---- interrupted and resumed
 
@@ -200,8 +202,8 @@ def run_with(scaler: torch.amp.GradScaler | None, root: Path, resume: str | None
     model = fabric.setup_module(torch.nn.Linear(2, 1))
     state = {"model": model, "precision": fabric.strategy.precision, "step": 0 if resume else 7}
     config = TrainConfig(root_dir=str(root), resume=resume, logger_name=("csv",))
-    run = RunDir(fabric, config, state, ExitStack())
-    run.restore()
+    run = RunDir(fabric, config, ExitStack())
+    run.restore(state, {"training": 64, "validation": 0})
     return run, state
 
 
@@ -254,13 +256,17 @@ def test_a_run_that_was_ended_with_fewer_steps_than_it_has_made_can_be_made_long
     step = newest(cwd)
     assert f"finished after {step} of 8 steps" in call("train.py --resume auto --max_steps 8", cwd).stdout
     assert "is finished" in call("train.py --resume auto --max_steps 8", cwd).stdout
-    assert "finished after 240 of 240 steps" in call("train.py --resume auto --max_steps None", cwd).stdout
+    assert "finished after 240 of 240 steps" in call("train.py --resume auto --max_steps 0", cwd).stdout
     assert_same_run(cwd, whole)
+
+
+# What is trained does not depend on these.
+UNTRAINED = f"{ON_2} --num_workers 2 --timeout 60 --comment again --project another --logger_name wandb --summary true"
 
 
 @pytest.mark.parametrize(
     "command",
-    ["train.py --resume RUN", *(f"{LONG} --resume auto {options}" for options in ("", ON_2, "--weight_decay 0.5"))],
+    ["train.py --resume RUN", *(f"{LONG} --resume auto {options}" for options in ("", UNTRAINED, "--epochs 3"))],
 )
 def test_resuming_a_finished_run_says_so_and_changes_nothing(whole, tmp_path, command: str):
     cwd = copied(whole, tmp_path)
@@ -271,6 +277,33 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(whole, tmp_path, co
     assert snapshot(cwd) == before
 
 
+@pytest.mark.parametrize("options", ["--base_lr 0.01", "--weight_decay 0.5 --epochs 3", "--micro_batch_size 8"])
+def test_a_finished_run_with_other_options_is_refused_and_names_them(whole, tmp_path, options: str):
+    """Nothing would be trained with them. Those that would make it shorter are not named."""
+    cwd = copied(whole, tmp_path)
+    before = snapshot(cwd)
+    error = call(f"{LONG} --resume auto --comment again {options}", cwd, code=2).stderr
+    named = options.partition(" --epochs")[0]
+    told = f"train.py: error: {named}: {run_dir(cwd).name} is finished, so nothing would be trained: give another "
+    assert error == f"{told}--out_dir for a new run, or more --epochs\n"
+    assert snapshot(cwd) == before
+
+
+def test_a_finished_run_that_is_made_longer_and_stopped_keeps_its_weights(tmp_path):
+    """Those of its last finish; the checkpoint of that step has made room for newer ones."""
+    call(f"{LONG} --epochs 3 --num_checkpoint_keep 1", tmp_path)
+    folder = run_dir(tmp_path)
+    model, finished = (folder / "model.pt").read_bytes(), newest(tmp_path)
+    done = interrupt("train.py --resume auto --epochs 2000", tmp_path, terminate, after=finished)
+    assert done.returncode == PREEMPTED
+    assert [path.name for path in folder.glob("checkpoints/step-*")] == [f"step-{newest(tmp_path):08d}.ckpt"]
+    assert newest(tmp_path) > finished and (folder / "model.pt").read_bytes() == model
+    assert last_summary(tmp_path)["state"] == "interrupted"
+    assert f"next: python train.py --resume {folder.name}" in done.stdout
+    assert "resumed from" in call(f"train.py --resume auto --max_steps {newest(tmp_path) + 1}", tmp_path).stdout
+    assert last_summary(tmp_path)["state"] == "finished" and (folder / "model.pt").read_bytes() != model
+
+
 def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_path):
     early = f"train.py {SMALL} --base_lr 1e-12 --val_interval 2 --logger_name csv --lr_schedule constant"
     alone, cwd = tmp_path / "alone", tmp_path / "stopped"
@@ -279,7 +312,7 @@ def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_pat
     call(f"{early} --early_stopping_patience 5", alone)
     assert "finished after 6 of 20 steps" in call(f"{early} --early_stopping_patience 2", cwd).stdout
     assert "is finished" in call(f"{early} --early_stopping_patience 2 --resume auto", cwd).stdout
-    (run_dir(cwd) / "model.pt").unlink()  # as a kill before its last file leaves it
+    set_running(run_dir(cwd))
     assert "finished after 6 of 20 steps" in call("train.py --resume auto", cwd).stdout
     assert "finished after 12 of 20 steps" in call("train.py --resume auto --early_stopping_patience 5", cwd).stdout
     assert_same_run(cwd, alone)
@@ -344,7 +377,8 @@ def test_a_resume_reads_one_checkpoint_as_a_whole_and_none_at_the_end(killed, tm
     """best.ckpt and the newest checkpoint may be one file of many gigabytes."""
     monkeypatch.chdir(copied(killed, tmp_path))
     read = []
-    monkeypatch.setattr(rundir, "is_whole", lambda path: read.append(path) or is_whole(path))
+    is_whole = checkpoints.is_whole
+    monkeypatch.setattr(checkpoints, "is_whole", lambda path: read.append(path) or is_whole(path))
     train.main(parse_train(["--resume", "auto"]))
     assert len(read) == 1
 
@@ -368,7 +402,15 @@ def truncate_all_and_lose_the_summary(folder: Path) -> None:
     (folder.parent / "summary.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [truncate_all, truncate_all_and_lose_the_summary, shutil.rmtree])
+def truncate_all_and_the_summary(folder: Path) -> None:
+    truncate_all(folder)
+    truncate(folder.parent / "summary.json")
+
+
+DAMAGES = [truncate_all, truncate_all_and_lose_the_summary, truncate_all_and_the_summary, shutil.rmtree]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_without_a_whole_checkpoint_nothing_is_done_and_nothing_deleted(killed, tmp_path, damage):
     """It had one once, so it is not begun again."""
     cwd = copied(killed, tmp_path)
@@ -391,12 +433,17 @@ def test_every_checkpoint_loads_as_plain_values(whole, killed):
 # ---- run directories
 
 
+def as_a_run(folder: Path) -> Path:
+    """Makes a directory that counts as a run."""
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    return folder
+
+
 def test_a_new_run_is_later_by_name_than_all_others_of_its_name(tmp_path):
     """Also after the clock was set back, and two runs of the same second: `--resume auto` takes the latest."""
-    latest = tmp_path / "20991231-235959-twin"
-    latest.mkdir()
-    (tmp_path / "29991231-235959-other").mkdir()
-    (tmp_path / "20260230-000000-twin").mkdir()  # no date
+    latest = as_a_run(tmp_path / "20991231-235959-twin")
+    as_a_run(tmp_path / "29991231-235959-other")
     twins = [start(f"train.py {SMALL} --max_steps 1 --out_dir twin", tmp_path) for _ in range(2)]
     for twin in twins:
         assert (twin.communicate(timeout=300), twin.returncode)[1] == 0
@@ -404,10 +451,22 @@ def test_a_new_run_is_later_by_name_than_all_others_of_its_name(tmp_path):
         "21000101-000000-twin",
         "21000101-000001-twin",
     ]
-    assert not any(latest.iterdir())
+    assert [path.name for path in latest.iterdir()] == ["config.yaml"]
+
+
+def test_directories_that_are_no_runs_are_in_nobodys_way(tmp_path):
+    """Without a config.yaml. After the last of these names no later one could be made; one is no date."""
+    names = ["99991231-235959-train_out", "20260230-000000-train_out"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    done = call(f"train.py {SMALL} --max_steps 1 --resume auto", tmp_path)
+    assert "99991231-235959-train_out is skipped: config.yaml is missing" in done.stdout
+    (made,) = (path for path in tmp_path.iterdir() if path.name not in names)
+    assert f"run directory {made.name}" in done.stdout and made.name < names[0]
+    assert f"the run is {made.name}\n" in call("test.py --accelerator cpu", tmp_path).stdout
 
 
 def test_a_new_run_is_later_by_name_also_in_the_hour_that_the_clock_repeats(tmp_path):
-    (tmp_path / "20991101-015959-train_out").mkdir()  # a second later it is one o'clock again
+    as_a_run(tmp_path / "20991101-015959-train_out")  # a second later it is one o'clock again
     done = run(f"train.py {SMALL} --max_steps 1", tmp_path, TZ="EST5EDT,M3.2.0,M11.1.0")  # New York
     assert "run directory 20991101-020000-train_out" in done.stdout

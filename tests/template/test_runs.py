@@ -16,7 +16,7 @@ import yaml
 from conftest import REPO, call, start
 
 OPTIONS = {"out_dir": "x", "seed": 0, "width": 32, "logger_name": ["csv"], "effective_batch_size": 100,
-           "monitor": "val/accuracy", "monitor_mode": None}  # fmt: skip
+           "monitor": "val/accuracy", "monitor_mode": "auto"}  # fmt: skip
 HOLD_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
 
 
@@ -36,9 +36,12 @@ def make(folder: Path, number: int, values: list[float], finished: bool = True, 
         writer.writerow(["step", "lr", "samples_per_second", "train/loss", "val/loss", options["monitor"]])
         writer.writerows([10 * i, 0.1, 1000.0, 2 / i, 1 / i, value] for i, value in enumerate(values, 1))
     (path / ".lock").touch()
-    if finished:
-        (path / "model.pt").touch()
     return path
+
+
+def change_summary(path: Path, **values) -> None:
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps(summary | values))
 
 
 def runs(folder: Path, options: str = "", code: int = 0, columns: int = 80) -> subprocess.CompletedProcess:
@@ -76,8 +79,8 @@ def test_the_state_of_a_run(tmp_path: Path):
     summary says `running`, but that holds no lock, was killed."""
     paths = [make(tmp_path, number, [0.5], finished=number in (2, 3)) for number in range(6)]
     for path in paths[4:]:
-        summary = json.loads((path / "summary.json").read_text())
-        (path / "summary.json").write_text(json.dumps(summary | {"state": "failed"}))
+        change_summary(path, state="failed")
+    (paths[0] / "model.pt").touch()  # of a finish before: the run was made longer, and killed
     held = [subprocess.Popen([sys.executable, "-c", HOLD_LOCK, paths[number] / ".lock"], stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE) for number in (1, 3, 5)]  # fmt: skip
     try:
@@ -97,8 +100,7 @@ def test_parameters_are_shown_where_they_differ(tmp_path: Path):
     for number in range(2):
         path = make(tmp_path, number, [0.5])
     assert "parameters" not in table(tmp_path)[0]
-    summary = json.loads((path / "summary.json").read_text())
-    (path / "summary.json").write_text(json.dumps(summary | {"parameters": 2000}))
+    change_summary(path, parameters=2000)
     assert [row["parameters"] for row in table(tmp_path)] == ["1000", "2000"]
     assert [row["run"][14] for row in table(tmp_path, "--filter parameters=2000")] == ["1"]
     assert ["parameters", "1000", "2000"] in [
@@ -106,13 +108,25 @@ def test_parameters_are_shown_where_they_differ(tmp_path: Path):
     ]
 
 
-def test_a_run_in_progress_counts_rows_after_its_last_checkpoint(tmp_path: Path):
-    path = make(tmp_path, 0, [0.5, 0.8, 0.9], finished=False)
+@pytest.mark.parametrize("monitor, mode", [("val/accuracy", "auto"), ("val/accuracy", None), ("val/f1", "max")])
+def test_a_run_in_progress_counts_rows_after_its_last_checkpoint(monitor: str, mode: str | None, tmp_path: Path):
+    """The mode is that of the options, or the name of the monitored value tells it. An older version wrote `null`."""
+    path = make(tmp_path, 0, [0.5, 0.8, 0.9], finished=False, monitor=monitor, monitor_mode=mode)
     (path / "summary.json").write_text(json.dumps({"step": 10, "best": 0.5}))
     (row,) = table(tmp_path)
     assert (row["best"], row["best_step"], row["step"]) == ("0.9", "30", "30")
     (path / "summary.json").unlink()
-    assert table(tmp_path) == [row]  # the name of the monitored value tells the mode
+    assert table(tmp_path) == [row]
+    assert runs(tmp_path).stdout.startswith(f"best: max {monitor}\n")
+
+
+def test_a_run_of_an_older_version_whose_mode_is_not_known_is_shown_as_the_run_has_chosen(tmp_path: Path):
+    """By its words for metrics, which are gone. Nobody guesses which of the newer rows is the best."""
+    path = make(tmp_path, 0, [0.5, 0.8, 0.9, 0.2], finished=False, monitor="val/f1", monitor_mode=None)
+    change_summary(path, best=0.8, best_step=20)
+    (row,) = table(tmp_path)
+    assert (row["best"], row["best_step"], row["step"]) == ("0.8", "20", "40")
+    assert runs(tmp_path).stdout.startswith("best: max or min val/f1\n")
 
 
 def test_grouped_over_seeds(sweep: Path):
@@ -122,7 +136,7 @@ def test_grouped_over_seeds(sweep: Path):
     assert float(rows[1]["mean"]) == pytest.approx(mean([0.93, 0.94, 0.95]))
     assert float(rows[1]["std"]) == pytest.approx(stdev([0.93, 0.94, 0.95]))
     assert (rows[1]["n"], rows[1]["state"]) == ("3", "3 finished")
-    (sweep / "20260101-000005-x" / "model.pt").unlink()
+    change_summary(sweep / "20260101-000005-x", state="running")
     assert table(sweep, "--group")[1]["state"] == "2 finished, 1 interrupted"
 
 

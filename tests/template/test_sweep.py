@@ -29,11 +29,17 @@ def trials(cwd: Path, name: str = "grid") -> list:
     return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend)).get_trials()
 
 
+def finished(cwd: Path) -> dict[Path, dict]:
+    """The directories of the finished runs, and their summaries."""
+    summaries = {path.parent: json.loads(path.read_text()) for path in cwd.glob("*/summary.json")}
+    return {path: summary for path, summary in summaries.items() if summary["state"] == "finished"}
+
+
 def bests(cwd: Path) -> dict[str, float]:
     """The best value of each finished run, by its name without the time."""
-    paths = [path.parent for path in cwd.glob("*/model.pt")]
-    found = {path.name[16:]: json.loads((path / "summary.json").read_text())["best"] for path in paths}
-    assert len(found) == len(paths) == len([*cwd.glob("*/config.yaml")]), "a run was begun twice, or is unfinished"
+    runs = finished(cwd)
+    found = {path.name[16:]: summary["best"] for path, summary in runs.items()}
+    assert len(found) == len(runs) == len([*cwd.glob("*/config.yaml")]), "a run was begun twice, or is unfinished"
     return found
 
 
@@ -43,7 +49,7 @@ def processes(cwd: Path, script: str = "train.py") -> set[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_there = (path / "cwd").resolve() == cwd.resolve()
-            words = (path / "cmdline").read_text().split("\0")
+            words = (path / "cmdline").read_text(errors="replace").split("\0")
         except OSError:  # it has ended, or is of somebody else
             continue
         if is_there and any(word.endswith(script) for word in words[:2]) and is_running(int(path.name)):
@@ -236,15 +242,23 @@ def test_other_options_are_averaged_too(tmp_path):
     assert trial.value == pytest.approx(sum(found.values()) / 4)
 
 
+def test_null_is_the_default_and_a_list_in_a_list_is_a_value(tmp_path):
+    """As in a config file."""
+    (tmp_path / "s.yaml").write_text("max_grad_norm: [null, 0.5]\nlogger_name: [[csv, tensorboard]]\nseed: null\n")
+    run(f"{SWEEP} s.yaml {OPTIONS.replace('--logger_name csv', '')} --epochs 1 --width 4", tmp_path)
+    assert [trial.params["max_grad_norm"] for trial in trials(tmp_path, "s")] == [0, 0.5]
+    configs = [yaml.safe_load(path.read_text()) for path in sorted(tmp_path.glob("*/config.yaml"))]
+    assert [config["max_grad_norm"] for config in configs] == [0, 0.5]
+    assert [(config["seed"], config["logger_name"]) for config in configs] == [(42, ["csv", "tensorboard"])] * 2
+
+
 def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     """The last one learns nothing."""
     (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 1.0e-9]\nepochs: 100\nwidth: 4\n")
     run(f"{SWEEP} p.yaml --prune {OPTIONS}", tmp_path)
     *others, last = trials(tmp_path, "p")
     assert [trial.state.name for trial in others] == ["COMPLETE"] * 4 and last.state.name == "PRUNED"
-    (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {
-        path.parent for path in tmp_path.glob("*/model.pt")
-    }
+    (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
     assert "base_lr=1e-09" in stopped.name and [*stopped.glob("checkpoints/step-*")]
 
 
@@ -281,7 +295,8 @@ def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
 def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial(tmp_path):
     """One that a run alone can see. The command without it begins anew."""
     (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
-    done = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 1 --monitor val/f1", tmp_path, code=2)
+    wrong = "--monitor val/f1 --monitor_mode max"
+    done = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
     assert done.stdout.count("failed with code 2") == 1
     assert re.fullmatch("sweep.py: error: all runs would end so: train.py: error: --monitor val/f1.*\n", done.stderr)
     run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 1", tmp_path)
@@ -302,7 +317,9 @@ def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial
         ("grid.yaml --prune", "--prune: cannot stop any of 2 trials"),
         ("ranges.yaml --prune --trials 4", "--prune: cannot stop any of 4 trials"),
         ("ranges.yaml --prune -- --logger_name tensorboard", "--prune: cannot see the values without metrics.csv"),
-        ("nowhere.yaml", "nowhere.yaml: cannot be read"),
+        ("grid.yaml -- --monitor val/f1", "--monitor val/f1: its name does not tell if higher is better"),
+        ("grid.yaml -- --warmup_epochs 30", "--warmup_epochs 30: must be at most --epochs 20"),
+        ("nowhere.yaml", "nowhere.yaml: [Errno 2] No such file or directory"),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, message: str, tmp_path: Path):
@@ -325,8 +342,17 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("base_lr: {low: 0, high: 1}", "--base_lr 0.0: must be above 0"),
         ("dropout: {low: 0, high: 0.5, log: true}", "dropout: "),
         ("monitor: [val/loss, val/accuracy]", "must be the same in all runs"),
+        ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
         ("width: []", "width: the list is empty"),
         ("width: {low: 4}", "width: a range is {low: 1, high: 2}"),
+        ("width: {low: 8, high: 4}", "width: "),
+        ("width: {low: 4.5, high: 8}", "--width: invalid int value: '4.5'"),
+        ("comment: {low: a, high: b}", "comment: "),
+        ("max_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
+        ("width: [4, 5]\nmax_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
+        ("epochs: [1, 30]\nwarmup_epochs: 2", "--warmup_epochs 2: must be at most --epochs 1"),
+        ("epochs: {low: 0.5, high: 2.0}", "--warmup_epochs 1: must be at most --epochs 0.5"),
+        ("monitor: val/loss\nmonitor_mode: max\nwidth: [4, 5]", "--monitor_mode max: the best val/loss is its min"),
         ("seed: {low: 1, high: 4}", "seed: give a list"),
         ("width 4", "expected lines of `option: value`"),
         ("width: [4, 5]\nmonitor: val/quality", "give --monitor_mode"),
