@@ -303,3 +303,4 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
         for name, value in new.items():
             if name not in old or old[name] != value:
                 group[name] = value
+    optimizer.load_state_dict(optimizer.state_dict())  # the steps of one that is fused now go to its device

@@ -89,7 +89,7 @@ def parse(cls: type, words: list[str]) -> dict:
     for values in vars(found).values():
         given |= values
     for name in NOT_EMPTY:
-        if name in given and not given[name]:  # as after --resume "$RUN" where RUN is not set
+        if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
     return flatten_join(given)
 
@@ -105,11 +105,15 @@ def unknown_word(word: str, cls: type) -> str:
     """The message about a word of the command line that is neither an option nor a value."""
     if not word.startswith("--"):
         return f"{word}: neither an option, --NAME, nor a value that the option before it takes"
-    options = values_of(cls()) | vars(cls())
-    name = word.removeprefix("--").split("=")[0].replace("-", "_")
-    meant = [option for option in options if name in option] or get_close_matches(name, options, n=1)
+    word = word.split("=")[0]
+    name = word.removeprefix("--").replace("-", "_")
+    options = values_of(cls())
+    if word == f"--{name}" and name in options:
+        return f"{word}: is a field of {cls.__name__} itself; move it into one of the groups of config.py"
+    options |= vars(cls())  # has `resume` and `config_path`, too
+    meant = [option for option in options if name and name in option] or get_close_matches(name, options, n=1)
     hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
-    return f"unknown option --{name}{hint}"
+    return f"unknown option {word}{hint}"
 
 
 class TextLoader(yaml.BaseLoader):
@@ -145,8 +149,8 @@ def parse_yaml(options: dict) -> dict:
             value = defaults.get(name)
         if isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            words.append(f"--{name}={value}")
+        else:
+            words.append(f"--{name}" if value is None else f"--{name}={value}")
     return parse(TrainConfig, words)
 
 
@@ -158,7 +162,7 @@ def to_yaml(config: TrainConfig) -> str:
     """
     with errors_of("an option cannot be kept in config.yaml"):
         text = f"{yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)}{CONFIG_END}\n"
-        text.encode()  # fails for a value that is not UTF-8
+        "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
         again = values_of(replace(config, parse_yaml(read_yaml(text))))
         for name, value in values_of(config).items():
             if again[name] != value and str(again[name]) != str(value):  # str: nan is not equal to itself
@@ -309,7 +313,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
             sources.append(parse_yaml(options))
     given: dict = {}
     for source in [*sources, from_command]:
-        if "monitor" in source:
+        if source.get("monitor", given.get("monitor")) != given.get("monitor"):
             given.pop("monitor_mode", None)  # of another monitor
         given |= source
 

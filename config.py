@@ -41,7 +41,7 @@ class Run:
     # Run directory to resume; `auto`: the newest run of this out_dir, or a new one
     resume: str | None = field(default=None, nargs=None, metavar="RUN_DIR", to_dict=False)
     # YAML files of options; later files win, the command line wins over all
-    config_path: tuple[str, ...] | None = field(default=None, nargs="+", metavar="FILE", to_dict=False)
+    config_path: tuple[str, ...] | None = field(default=None, nargs="+", action="extend", metavar="FILE", to_dict=False)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Devices(Machine):
     """Devices"""
 
     precision: Precision = "32-true"  # -true: weights and arithmetic; -mixed: arithmetic alone, weights in float32
-    # Compile the model with torch.compile, in its default mode or another
-    compile: CompileMode = field(default="none", nargs="?", const="default")
+    # Compile the model with torch.compile: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs
+    compile: CompileMode = field(default="none", nargs="?", const="default", metavar="MODE")
 
 
 @dataclass(frozen=True)

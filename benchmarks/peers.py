@@ -201,7 +201,7 @@ def main(peer: str, work: str) -> None:
     if batched:
         plain = data.ImageDataset(images, targets, num_classes=10)
         config = TrainConfig(effective_batch_size=batch_size)
-        plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_micro_batch_size=None)
+        plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_micro_batch_size=0)
         fabric = Fabric(accelerator="cpu", devices=1)
         loader = data.Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config, ExitStack())
     else:

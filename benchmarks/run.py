@@ -32,8 +32,7 @@ PEERS = ["raw", "limit", "lightning", "accelerate", "pytorch_accelerated", "hf"]
 BATCHED = ["raw-batched", "lightning-batched", "accelerate-batched", "hf-batched"]  # pytorch_accelerated makes its own
 VALIDATING = ["raw", "limit"]  # the peers that take part where there is a validation
 OPTIONS = ["--accelerator", "cpu", "--lr_schedule", "constant", "--warmup_epochs", 0, "--lr_scaling_rule", "none",
-           "--weight_decay", 0, "--log_interval", 50, "--logger_name", "csv"]  # fmt: skip
-OPTIONS += ["--checkpoint_frequency", None]
+           "--weight_decay", 0, "--log_interval", 50, "--logger_name", "csv", "--checkpoint_frequency", 0]  # fmt: skip
 DATA = """
 
 def build_datasets(*_, **__):

@@ -68,7 +68,7 @@ def cost(function, *args) -> tuple[float, float]:
 def sampler_of(samples: int) -> TrainSampler:
     """Epochs in batches of 256, on one process."""
     config = TrainConfig(effective_batch_size=256)
-    plan = make_plan(config, samples, val_samples=0, world_size=1, saved_micro_batch_size=None)
+    plan = make_plan(config, samples, val_samples=0, world_size=1, saved_micro_batch_size=0)
     return TrainSampler(plan, None, rank=0, seed=0)
 
 
@@ -108,7 +108,8 @@ def save() -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
         path = Path(folder)
         config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
-        run_dir = RunDir(fabric, config, state, resources)
+        run_dir = RunDir(fabric, config, resources)
+        run_dir.restore(state, {})
         steps = 7
         run_dir.start(0, Console(False, 0, steps, config.monitor, resources))  # False: prints nothing
         for step in range(1, steps + 1):

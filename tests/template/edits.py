@@ -34,6 +34,7 @@ POINTS = {
         '    run.restore(state, {"training": len(train_set), "validation": len(val_set)})\n',
     ),
     "loop begins": ("train.py", '    batches = train_loader.batches_from(state["step"])\n'),
+    "learning rate": ("train.py", "        lr = learning_rate(config, plan, step)\n"),
     "micro-batch is done": ("train.py", "            means.add(values)\n"),
     "optimizer steps": ("train.py", "        optimizer.step()\n"),
     "step is done": ("train.py", '        state["step"] = step\n'),

@@ -443,6 +443,25 @@ def test_the_state_of_an_optimizer_is_matched_by_position():
     assert other.state[large]["exp_avg"].shape == (2,)
 
 
+def test_an_optimizer_that_loads_a_state_puts_the_steps_of_a_fused_one_in_place():
+    """On the device, as its groups say: so checkpoints.restore_optimizer must not change `fused` behind it, else the
+    next step of a GPU fails. Here it is seen by the dtype."""
+    parameter = nn.Parameter(torch.zeros(2))
+    plain, fused = (torch.optim.AdamW([parameter], fused=is_fused) for is_fused in (False, True))
+    then, now = (
+        checkpoints.describe_optimizers({"m": nn.ParameterList([parameter]), "o": optimizer})["o"]
+        for optimizer in (plain, fused)
+    )
+    parameter.grad = torch.ones(2)
+    plain.step()
+    saved = plain.state_dict()
+    saved["state"][0]["step"] = torch.tensor(1.0, dtype=torch.float64)
+    plain.load_state_dict(saved)
+    assert plain.state[parameter]["step"].dtype == torch.float64
+    checkpoints.restore_optimizer(fused, saved, now, then)
+    assert fused.param_groups[0]["fused"] and fused.state[parameter]["step"].dtype == torch.float32
+
+
 def test_a_file_of_torch_save_is_a_zip_file_with_checksums(tmp_path):
     """checkpoints.is_whole tells a damaged one by them: torch loads flipped bits without a word."""
     path = tmp_path / "saved"

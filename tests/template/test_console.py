@@ -235,17 +235,20 @@ def test_the_summary_of_a_finished_run(default):
     assert summary["best"] == summary["last"]["best"] and summary["best_step"] in (38, 57)
 
 
-def test_the_state_is_running_after_a_validation_and_then_interrupted_and_at_last_finished(tmp_path):
+def test_the_state_is_running_from_the_start_and_then_interrupted_and_at_last_finished(tmp_path):
     process = start("train.py --accelerator cpu --width 4 --epochs 1000 --checkpoint_frequency 0", tmp_path)
     try:
-        wait_for(lambda: process.poll() is not None or any(tmp_path.glob("*/summary.json")))  # at most once a second
+        wait_for(lambda: process.poll() is not None or any(tmp_path.glob("*/summary.json")))
+        begun = last_summary(tmp_path)
+        wait_for(lambda: process.poll() is not None or last_summary(tmp_path)["step"] >= 19)  # at most once a second
         first = last_summary(tmp_path)
         process.terminate()
         process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             kill_group(process)
-    assert first["state"] == "running" and first["step"] >= 19 and "checkpoint" not in first
+    assert begun["state"] == first["state"] == "running" and begun["parameters"] == first["parameters"]
+    assert first["step"] >= 19 and "val/accuracy" in first["last"] and "checkpoint" not in first
     second = last_summary(tmp_path)
     assert second["state"] == "interrupted" and second["checkpoint"] == second["step"] > first["step"]
     call(f"train.py --resume train_out --max_steps {second['step'] + 500}", tmp_path)  # longer than an end takes

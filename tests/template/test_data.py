@@ -20,7 +20,7 @@ FABRIC = Fabric(accelerator="cpu", devices=1)
 
 def plan_of(samples: int, effective: int, micro: int, world_size: int = 1) -> Plan:
     config = TrainConfig(effective_batch_size=effective, micro_batch_size=micro)
-    return make_plan(config, samples, 1, world_size, None)
+    return make_plan(config, samples, 1, world_size, 0)
 
 
 def train_sampler(rank=0, world_size=1, micro=MICRO, seed=42, epoch=0, step=0) -> TrainSampler:

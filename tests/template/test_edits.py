@@ -90,7 +90,7 @@ def test_a_dataset_that_draws_random_numbers_leaves_the_weights_to_the_seed(prog
 def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(path: str, program: Path, cwd: Path):
     insert_before(program, "digits", f"open({path})")
     error = call(f"{program}/train.py {SMALL}", cwd, code=2).stderr
-    assert error.startswith("train.py: error: --dataset digits --data_dir '': ") and error.endswith("train.pt'\n")
+    assert error.startswith("train.py: error: --data_dir '': ") and error.endswith("train.pt'\n")
     assert error.count("\n") == 1
 
 

@@ -88,7 +88,8 @@ def remove_what_is_no_run(cwd: Path) -> None:
     """A directory that has no config.yaml yet has nothing of a training either."""
     for folder in cwd.glob("2*-train_out"):
         if not (folder / "config.yaml").exists():
-            assert {path.name for path in folder.iterdir()} <= {".lock", "summary.json", "config.yaml.tmp"}
+            names = {path.name.removesuffix(".tmp") for path in folder.iterdir()}
+            assert names <= {".lock", "summary.json", "config.yaml"}
             shutil.rmtree(folder)
 
 

@@ -114,7 +114,7 @@ def test_the_cells_train_after_mistakes_in_the_options_the_notebook_and_a_file(k
     assert "finished after 38 of 38 steps" in kernel.printed
 
     assert kernel(BAD_OPTION) == result(BAD_OPTION) == "ConfigError"
-    assert "--monitor val/f1: choose from train/loss, train/grad_norm, val/loss, val/accuracy" in kernel.printed
+    assert "--monitor val/f1: its name does not tell if higher is better; give --monitor_mode" in kernel.printed
 
     assert kernel(BAD_CODE) == result(BAD_CODE) == "NameError"
     kernel("%debug", "p logits.shape", "q")
@@ -149,7 +149,7 @@ def test_stop_button_and_a_kernel_that_is_killed(kernel: Kernel, folder: Path, t
     assert kernel(LONG) == result(LONG) == "75"
     stop.join()
     stopped = newest(folder)
-    assert f"stopped by a signal after {stopped} of 950 steps" in kernel.printed
+    assert f"stopped after {stopped} of 950 steps" in kernel.printed
 
     kernel.client.execute(RESUME)
     wait_for(lambda: newest(folder) > stopped)

@@ -108,6 +108,14 @@ def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_deleted
     assert steps(run_dir(tmp_path)) == [15, 16]
 
 
+def test_a_csv_that_somebody_has_deleted_fails_no_checkpoint(tmp_path):
+    """Which comes before the next row."""
+    program = insert_after(tmp_path / "program", "step is done", REPLACED)
+    options = "--logger_name csv --log_interval 4 --val_interval 8 --checkpoint_interval 1 --max_steps 16"
+    call(f"{program}/train.py {SMALL} {options}", tmp_path)
+    assert steps(run_dir(tmp_path)) == [16]
+
+
 def test_rows_have_the_keys_of_the_plan(resumed):
     measured = {"samples_per_second", "data_wait", "peak_memory_mb"}
     training = {"step", "epoch", "train/loss", "train/grad_norm", "lr"} | measured
@@ -211,6 +219,13 @@ def wandb_records(path: Path) -> Iterator:
         position = end
 
 
+def wandb_id(folder: Path) -> str:
+    """The id of a run, which is random."""
+    found = (folder / "logs" / "wandb_id").read_text()
+    assert re.fullmatch("[0-9a-f]{8}", found)
+    return found
+
+
 def values(items) -> dict:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
@@ -243,14 +258,46 @@ def test_wandb_has_the_options_project_and_comment(offline):
     (path,) = offline[1].glob("logs/wandb/offline-run-*/*.wandb")
     records = list(wandb_records(path))
     (started,) = [record.run for record in records if record.HasField("run")]
-    run_id = offline[1].name.replace("=", "-").replace(",", "-")  # wandb refuses some characters
-    assert (started.run_id, started.display_name) == (run_id, offline[1].name)
+    assert (started.run_id, started.display_name) == (wandb_id(offline[1]), offline[1].name)
     assert (started.project, started.notes) == ("fabric-template", "a-note")
     config = values(started.config.update)
     for record in records:
         if record.HasField("config"):
             config |= values(record.config.update)
     assert (config["width"], config["base_lr"], config["log_interval"]) == (4, 4e-3, 3)
+
+
+def test_two_runs_of_one_second_and_name_have_different_ids(tmp_path: Path, monkeypatch):
+    """In different directories; `wandb sync` would put them together. The seed of a run is that of the other, too."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for root in ("a", "b"):
+        folder = tmp_path / root / "20260101-000000-train_out"
+        (folder / "logs").mkdir(parents=True)
+        Fabric(accelerator="cpu", devices=1).seed_everything(42, verbose=False)
+        WandbLogger(folder, TrainConfig()).finalize("success")
+        ids += [path.stem for path in folder.glob("logs/wandb/offline-run-*/*.wandb")]
+    assert len(ids) == len(set(ids)) == 2
+
+
+WANDB_DIES = """
+if step == 4:
+    import os
+
+    for child in open(f"/proc/self/task/{os.getpid()}/children").read().split():
+        os.kill(int(child), 9)
+"""
+
+
+def test_the_first_error_of_wandb_is_printed_once_and_the_run_goes_on(tmp_path):
+    """Its process has died, as by a signal to all."""
+    program = insert_after(tmp_path / "program", "step is done", WANDB_DIES)
+    options = "--logger_name csv wandb --log_interval 1"
+    printed = run(f"{program}/train.py {SMALL} {options}", tmp_path, HOME=str(tmp_path)).stdout
+    (line,) = (line for line in printed.splitlines() if "has failed" in line)
+    assert re.fullmatch(r"wandb has failed, rows may be missing there: \w+Error: .+", line)
+    assert "finished after 20 of 20 steps" in printed and steps(run_dir(tmp_path)) == list(range(1, 21))
 
 
 def test_a_run_that_wandb_refuses_has_failed(tmp_path):
@@ -282,9 +329,9 @@ def test_a_stopped_and_resumed_wandb_run_has_each_step_once_under_one_id(tmp_pat
     run("train.py --resume auto", tmp_path, HOME=str(tmp_path))
     folder = run_dir(tmp_path)
     first, second = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    assert first.name == second.name == f"run-{folder.name}.wandb"
+    assert first.name == second.name == f"run-{wandb_id(folder)}.wandb"
     records = [*wandb_records(first), *wandb_records(second)]
-    assert {record.run.run_id for record in records if record.HasField("run")} == {folder.name}
+    assert {record.run.run_id for record in records if record.HasField("run")} == {wandb_id(folder)}
     history = [values(record.history.item) for record in records if record.HasField("history")]
     assert [row["_step"] for row in history] == steps(folder) == list(range(1, 161))
     for row, other in zip(history, rows(folder), strict=True):

@@ -20,6 +20,7 @@ from conftest import (
     newest,
     run,
     run_dir,
+    set_running,
     start,
     truncate,
     wait_for,
@@ -109,9 +110,10 @@ def test_a_new_run_needs_a_shared_directory(tmp_path):
     for host in "01":
         (tmp_path / host).mkdir()
     error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {SMALL}", tmp_path, code=2).stderr
-    for line in last_lines(error):
-        assert "--root_dir .: rank 1 on host1 does not see " in line
-    assert len(last_lines(error)) == 2  # one a host
+    seen = "--root_dir .: .+-train_out is there: False on rank 1 \\(host1\\), True on rank 0"
+    for rank, line in enumerate(sorted(last_lines(error))):  # one a host
+        assert re.fullmatch(f"train.py: error: rank {rank}: {seen}; all machines need to share it", line)
+    assert len(last_lines(error)) == 2
     assert not list(tmp_path.glob("*/*"))
 
 
@@ -121,25 +123,33 @@ def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
         (tmp_path / host).mkdir()
         if differs != "run" or host == "0":
             copy = shutil.copytree(run_dir(one), tmp_path / host / run_dir(one).name)
-            (copy / "model.pt").unlink()
+            set_running(copy)
+    path = copy / "checkpoints" / "step-00000008.ckpt"
+    size = path.stat().st_size
     if differs == "checkpoint":
-        truncate(copy / "checkpoints" / "step-00000008.ckpt")
+        truncate(path)
     if differs == "lost checkpoint":
-        (copy / "checkpoints" / "step-00000008.ckpt").unlink()
+        path.unlink()
     before = without_locks(tmp_path)
     options = f"--resume auto {MICRO_16} --base_lr {'1e-$((2+NODE_RANK))' if differs == 'option' else '1e-3'}"
     error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {options}", tmp_path, code=2).stderr
-    for line in last_lines(error):
-        assert "rank 1 on host1 " in line
-        assert ("does not see" if "checkpoint" in differs else "has other files or options") in line
-    assert len(last_lines(error)) == 2  # one a host
+    name = run_dir(one).name
+    words = {
+        "run": f"--resume: None on rank 1 (host1), {name} on rank 0",
+        "checkpoint": f"size of {name}/checkpoints/{path.name}: {size // 2} on rank 1 (host1), {size} on rank 0",
+        "lost checkpoint": f"size of {name}/checkpoints/{path.name}: None on rank 1 (host1), {size} on rank 0",
+        "option": "--base_lr: 0.001 on rank 1 (host1), 0.01 on rank 0",
+    }
+    for rank, line in enumerate(sorted(last_lines(error))):  # one a host
+        assert line.startswith(f"train.py: error: rank {rank}: {words[differs]}; all machines need the same files, ")
+    assert len(last_lines(error)) == 2
     assert without_locks(tmp_path) == before
 
 
 def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, tmp_path):
     for host in "01":
         (tmp_path / host).mkdir()
-    (shutil.copytree(run_dir(one), tmp_path / "0" / run_dir(one).name) / "model.pt").unlink()
+    set_running(shutil.copytree(run_dir(one), tmp_path / "0" / run_dir(one).name))
     command = f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 --resume train_out --timeout 5"
     began = time.monotonic()
     host_1, host_0 = last_lines(run(command, tmp_path, code=1).stderr)

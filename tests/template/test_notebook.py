@@ -86,10 +86,10 @@ try:
 except ValueError as error:
     assert "--epochs -1" in str(error)
 try:
-    main(TrainConfig(monitor="val/f1", **SMALL))
+    main(TrainConfig(monitor="val/f1", monitor_mode="max", **SMALL))
 except ConfigError as error:
     first = error
-assert "--monitor val/f1" in str(first)
+assert "--monitor val/f1: choose from" in str(first)
 assert not glob.glob("2*") and not left_behind(), left_behind()
 
 compute_loss, calls = train.compute_loss, 0

@@ -32,7 +32,7 @@ if not (folder / "whole").exists():
 
 from dataclasses import replace
 
-config = replace(config, data_dir=None)  # digits refuse one
+config = replace(config, data_dir="")  # digits refuse one
 """
 ON_3 = TORCHRUN.replace("--nproc_per_node 2", "--nproc_per_node 3")
 
@@ -121,8 +121,12 @@ def test_what_only_one_process_cannot_read_is_told_by_it(folder, tmp_path):
     program = insert_before(tmp_path / "program", "digits", fails)
     process = start(f"{program}/train.py {SMALL} --epochs 1 --devices 2", tmp_path)
     _, error = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "train.py: error: rank 1: " in error and "not there" in error
+    assert process.returncode == 1
+    first, *others = error.splitlines()
+    assert first.startswith("train.py: error: rank 1: --data_dir '': ") and first.endswith("'not there'"), error
+    lost = "train.py: error: rank 0: another process has ended, or did not answer for --timeout 300 seconds: see its "
+    assert len(others) == 1 and others[0].startswith(lost), error
+    assert not [*tmp_path.glob("*train_out")]
 
 
 def test_a_killed_run_of_three_processes_begins_the_download_again(program, folder, tmp_path):
@@ -138,13 +142,17 @@ def test_a_killed_run_of_three_processes_begins_the_download_again(program, fold
     assert len(log(folder, "began")) == 2 and len(log(folder, "ended")) == 1
 
 
-def test_a_download_that_fails_is_tried_by_the_next_process_and_told_by_each(program, tmp_path):
-    """The folder is missing: an OSError in build_datasets."""
+def test_a_download_that_fails_is_told_by_the_process_that_tried_it(program, tmp_path):
+    """The folder is missing: an OSError in build_datasets. Another error is a mistake in the code."""
     error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
-    assert "KeyError: 'DOWNLOAD'" in error
+    assert error.endswith("\nKeyError: 'DOWNLOAD'\n") and 'folder = Path(os.environ["DOWNLOAD"])' in error
     process = start(f"{program}/train.py {SMALL} --devices 2", tmp_path, DOWNLOAD=str(tmp_path / "missing"))
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 2 and "No such file or directory" in err, out + err
+    first, *others = err.splitlines()
+    assert process.returncode == 2, out + err
+    assert first.startswith("train.py: error: rank 0: --data_dir '': [Errno 2] No such file or directory: ")
+    assert all(line.startswith("train.py: error: rank 1: another process has ended") for line in others), err
+    assert not [*tmp_path.glob("*train_out")]
 
 
 def test_test_py_waits_as_well(program, folder, tmp_path):

@@ -41,7 +41,7 @@ def files(folder: Path) -> dict[str, str]:
 def test_a_run_has_the_source_files(program, trained):
     (code,) = codes(trained)
     assert files(code) == files(program)
-    assert len(files(code)) == 11
+    assert len(files(code)) == 12
 
 
 def test_a_run_from_its_own_copy_ends_with_the_same_weights(trained, tmp_path):

@@ -14,11 +14,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ON_2, REPO, SMALL, call, on_one_and_two, run, run_dir
+from conftest import (
+    LONG,
+    ON_2,
+    REPO,
+    SMALL,
+    assert_same_run,
+    call,
+    history,
+    killed_and_resumed,
+    on_one_and_two,
+    run,
+    run_dir,
+)
 from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
 
-import cli
+import launch
 import train
 import utils
 from config import TrainConfig
@@ -36,7 +48,7 @@ DIVERGE = f"{SMALL} --lr_schedule constant --weight_decay 1.25e6 --warmup_epochs
 RUNS = {
     "compile": f"train.py {SMALL} --epochs 1 --limit_train_batches 2 --num_sanity_val_steps 0 --compile",
     "plain": f"train.py {ALL_STEPS} --checkpoint_frequency 2 --num_checkpoint_keep 2",
-    "64x1": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --checkpoint_frequency 0.5 --num_checkpoint_keep None",
+    "64x1": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --checkpoint_frequency 0.5 --num_checkpoint_keep 0",
     "32x2": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --micro_batch_size 32",
     "16x4": f"UNSHIFTED/train.py {NOTHING_RANDOM} {SQRT} --micro_batch_size 16",
     "clipped": f"UNSHIFTED/train.py {NOTHING_RANDOM} --micro_batch_size 16 --epochs 1 --limit_train_batches 1 "
@@ -52,12 +64,12 @@ RUNS = {
     "early": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 2",
     "earlier": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 1 "
     "--checkpoint_frequency 100",
-    "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency None --summary",
+    "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency 0 --summary",
     "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 3",  # it has two epochs
     "steps": f"train.py {SMALL} --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
-    "--checkpoint_interval 4 --num_checkpoint_keep None",
+    "--checkpoint_interval 4 --num_checkpoint_keep 0",
     "fractions": f"train.py {SMALL} --epochs 2.5 --warmup_epochs 0.5 --val_frequency 0.5 --checkpoint_frequency 0.75 "
-    "--num_checkpoint_keep None --log_interval 1",
+    "--num_checkpoint_keep 0 --log_interval 1",
     "train loss": f"train.py {SMALL} --limit_train_batches 8 --log_per_epoch 4 --monitor train/loss",
     "diverges": f"train.py {DIVERGE}",
     "diverges on 2": f"train.py {DIVERGE} {ON_2}",
@@ -177,6 +189,52 @@ def test_dp_trains_like_1_process(runs, tmp_path):
     assert_same_training(Run(done.stdout, done.stderr, tmp_path / "cwd"), runs("1 process"))
 
 
+# ---- random numbers of an edit
+
+# What a step draws for all ranks, such as a layer and a weight for manifold mixup. Each rank writes it down.
+DRAWN = """
+import random
+import numpy
+with open(f"drawn_{fabric.global_rank}", "a") as file:
+    print(step, torch.rand(()).item(), numpy.random.rand(), random.random(), file=file)
+"""
+
+
+def drawn(cwd: Path, rank: int) -> dict[str, tuple]:
+    """The numbers of each step. A step that was done again, after a resume, has drawn the same."""
+    lines = {tuple(line.split()) for line in (cwd / f"drawn_{rank}").read_text().splitlines()}
+    found = {step: numbers for step, *numbers in lines}
+    assert len(found) == len(lines) == 240
+    return found
+
+
+def test_what_is_drawn_at_the_top_of_a_step_is_the_same_on_all_ranks_and_after_a_resume(tmp_path):
+    program = insert_before(tmp_path / "program", "learning rate", DRAWN)
+    whole, killed = killed_and_resumed(f"{program}/{LONG} {ON_2}", tmp_path)
+    expected = drawn(whole, 0)
+    for cwd, rank in ((whole, 1), (killed, 0), (killed, 1)):
+        assert drawn(cwd, rank) == expected
+    for column in zip(*expected.values(), strict=True):
+        assert len(set(column)) == 240, "another in each step"
+    call(f"{program}/{LONG}", tmp_path)
+    assert drawn(tmp_path, 0) == expected
+
+
+def test_what_is_drawn_in_compute_loss_is_the_same_with_workers_and_after_a_resume(tmp_path):
+    """In training and validation. Workers draw in processes of their own, which seed no generator of the loop."""
+    program = insert_before(tmp_path / "program", "functions", "import random\n\nimport numpy\n\n\n")
+    drawn = "(torch.rand(()) + numpy.random.rand() + random.random())"
+    replace(program, "values", f'{{"loss": F.cross_entropy(logits, targets) * {drawn}, "drawn": {drawn}}}')
+    folders = []
+    for workers in (0, 2):
+        (tmp_path / f"{workers} workers").mkdir()
+        folders += killed_and_resumed(f"{program}/{LONG} --num_workers {workers}", tmp_path / f"{workers} workers")
+    for other in folders[1:]:
+        assert_same_run(other, folders[0])
+    assert len({row["val/drawn"] for row in history(folders[0])}) == 1, "a validation draws the same each time"
+    assert len({row["train/drawn"] for row in history(folders[0])}) == 30
+
+
 # ---- learning
 
 
@@ -204,7 +262,7 @@ def test_a_compiled_model_trains_and_its_weights_have_the_names_of_the_plain_mod
     assert [row["step"] for row in rows(runs("compile"))] == [2]
 
 
-def test_compile_has_a_mode(monkeypatch):
+def test_compile_has_a_mode(monkeypatch, tmp_path):
     """reduce-overhead asks inductor for CUDA graphs. Here it is asked, and leaves the model as it is."""
     asked = []
     monkeypatch.setattr(
@@ -212,7 +270,7 @@ def test_compile_has_a_mode(monkeypatch):
     )
     torch.compiler.reset()
     for mode in ("default", "reduce-overhead"):
-        train.main(TrainConfig(accelerator="cpu", fast_run=1, compile=mode))
+        train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), fast_run=2, compile=mode))
     patches = [options.get("config_patches") or {} for options in asked]
     assert {"triton.cudagraphs": True} in patches and patches[0] == {}
 
@@ -332,7 +390,7 @@ def test_garbage_is_collected_while_the_program_runs():
     gc.disable()
     try:
         with pytest.raises(SystemExit) as ended:
-            cli.run(lambda config: int(gc.isenabled()), TrainConfig())
+            launch.run_and_exit(lambda config: int(gc.isenabled()), TrainConfig())
     finally:
         gc.enable()
         gc.unfreeze()
@@ -418,7 +476,7 @@ def test_checkpoint_frequency_and_num_checkpoint_keep(runs, name, steps):
 
 
 def test_with_intervals_alone_the_best_one_is_kept_as_well(tmp_path):
-    call(f"train.py {SMALL} --checkpoint_frequency None --checkpoint_interval 8", tmp_path)
+    call(f"train.py {SMALL} --checkpoint_frequency 0 --checkpoint_interval 8", tmp_path)
     assert checkpoint_names(Run("", "", tmp_path)) == ["best", "step-00000008", "step-00000016", "step-00000020"]
 
 
@@ -453,13 +511,17 @@ def test_patience_counts_the_validations_since_the_best_one(tmp_path):
 # ---- debugging
 
 
-def test_a_fast_run_writes_nothing(runs):
+def test_a_fast_run_stops_and_goes_on_and_leaves_nothing(runs):
     done = runs("fast")
-    assert "finished after 2 of 2 steps" in done.out
+    assert re.findall(r"^(stopped|finished) after (\d of \d) steps", done.out, re.MULTILINE) == [
+        ("stopped", "1 of 2"),
+        ("finished", "2 of 2"),
+    ]
+    assert "run directory" not in done.out and done.out.endswith("next: the same without --fast_run\n")
     assert list(done.cwd.iterdir()) == []
 
 
-@pytest.mark.parametrize("options, epochs", [("", ["1", "2"]), ("1", ["1"]), ("3", ["1", "1.5"]), ("4", ["1", "2"])])
+@pytest.mark.parametrize("options, epochs", [("", ["1", "2"]), ("3", ["1", "1.5"]), ("4", ["1", "2"])])
 def test_a_fast_run_reaches_a_second_epoch(tmp_path, options: str, epochs: list[str]):
     printed = call(f"train.py --accelerator cpu --fast_run {options}", tmp_path).stdout
     assert re.findall(r"^ +([\d.]+) +\d+ ", printed, re.MULTILINE) == epochs
@@ -469,7 +531,7 @@ def test_a_fast_run_reaches_a_second_epoch(tmp_path, options: str, epochs: list[
 @pytest.mark.parametrize("asked, batches", [(0, 1), (1, 1), (3, 3)])
 def test_the_first_validation_has_as_many_batches_as_asked_for_but_one_at_least(asked: int, batches: int, tmp_path):
     program = insert_after(tmp_path / "program", "batch", 'print("a batch")')
-    options = f"{SMALL} --effective_batch_size 16 --epochs 1 --limit_val_batches None --num_sanity_val_steps {asked}"
+    options = f"{SMALL} --effective_batch_size 16 --epochs 1 --limit_val_batches 1.0 --num_sanity_val_steps {asked}"
     printed = call(f"{program}/train.py {options}", tmp_path).stdout
     assert printed.partition("1 x cpu")[0].count("a batch") == batches
 
@@ -487,9 +549,12 @@ def test_the_summary_shows_layers_and_the_number_of_parameters(runs):
 )  # fmt: skip
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_finite_checkpoints(runs, name, words):
     done = runs(name)
-    (line,) = [line for line in done.err.splitlines() if "error" in line.lower()]
-    assert re.search(words, line) and f"--resume {run_dir(done.cwd).name}" in line
-    assert "Traceback" not in done.err
+    lines = done.err.splitlines()  # of each rank
+    assert all(re.match(f"train.py: error: (rank [01]: )?{words}", line) for line in lines), done.err
+    (line,) = [line for line in lines if "rank 1: " not in line]
+    assert line.endswith(
+        f"; the checkpoints are whole, continue with: python train.py --resume {run_dir(done.cwd).name}"
+    )
     assert not (run_dir(done.cwd) / "model.pt").exists()
     assert "step-00000003" in checkpoint_names(done)
     for checkpoint_name in checkpoint_names(done):

@@ -143,7 +143,7 @@ def test_versions_sh_asks_for_an_end():
 
 # ---- a GPU that torch does not use
 
-FAST = "train.py --fast_run 1"
+FAST = "train.py --fast_run"
 UNUSED = f"this machine's NVIDIA GPU is not used by torch {torch.__version__}: "
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch uses the GPU of this machine")
 HAS_DEVICE_FILE = """
