@@ -40,6 +40,7 @@ from conftest import (
     without_locks,
 )
 from edits import copy_programs, insert_after, insert_before, replace
+from test_prepared_data import DOWNLOAD, log
 
 
 def free_port() -> int:
@@ -167,7 +168,7 @@ def waits(tmp_path_factory) -> Path:
     return program
 
 
-def is_lost(line: str, timeout: int = 300) -> bool:
+def is_lost(line: str, timeout: int) -> bool:
     """Whether it is all that a rank has to say when the connection to another one is lost."""
     words = f"another process has ended, or did not answer for --timeout {timeout} seconds: see its message"
     more = "; the checkpoints are whole, continue with: python train.py --resume .+"
@@ -206,6 +207,21 @@ def test_what_rank_0_does_alone_may_take_longer_than_the_timeout(phase: str, wai
     for process in processes:
         out, error = process.communicate(timeout=300)
         assert process.returncode == 0, out + error
+    assert last_summary(tmp_path)["state"] == "finished"
+
+
+def test_a_download_may_take_longer_than_the_timeout(tmp_path):
+    program = insert_before(tmp_path / "program", "digits", DOWNLOAD)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    process = start(f"{program}/train.py {STEPS} --epochs 1 {ON_2}", tmp_path, DOWNLOAD=str(folder))
+    wait_for(lambda: log(folder, "began") or process.poll() is not None)
+    time.sleep(15)
+    assert len(log(folder, "called")) == 1
+    (folder / "go").touch()
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, out + error
+    assert len(log(folder, "called")) == 2
     assert last_summary(tmp_path)["state"] == "finished"
 
 
@@ -256,7 +272,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     os.kill(pids[1], signal.SIGKILL)
     (line,) = end_of(process, pids)
     assert process.returncode == 1
-    assert is_lost(line) and f"--resume {run_dir(tmp_path).name}" in line
+    assert is_lost(line, timeout=300) and f"--resume {run_dir(tmp_path).name}" in line
     assert last_summary(tmp_path)["state"] == "failed"
     assert_whole_checkpoints(tmp_path)
 
@@ -274,7 +290,7 @@ def failing_alone(tmp_path: Path, devices: int, **values) -> tuple[subprocess.Po
     repo = insert_after(tmp_path / "repo", "step is done", FAILS_ALONE.format(**values))
     cwd = tmp_path / "run"
     cwd.mkdir()
-    options = f"--devices {devices} --strategy ddp --effective_batch_size 96"
+    options = f"--devices {devices} --strategy ddp --effective_batch_size 96 --timeout 40"
     return start(f"{repo}/{SLOW} {options}", cwd), cwd
 
 
@@ -299,7 +315,7 @@ def test_an_error_of_one_rank_is_told_at_once_by_that_rank(fails: int, frozen: i
     first, *lines = told(process, "ValueError: deliberate")
     assert first == f"rank {fails}: Traceback (most recent call last):"
     assert any(line.strip() == error for line in lines)
-    assert not any(map(is_lost, lines))
+    assert not [line for line in lines if is_lost(line, timeout=40)]
     if frozen == 0:
         process.send_signal(signal.SIGCONT)
     others = process.stderr.read().splitlines()
@@ -307,7 +323,7 @@ def test_an_error_of_one_rank_is_told_at_once_by_that_rank(fails: int, frozen: i
     if fails == 0:
         assert others == [how_to_go_on(cwd)]
     else:
-        assert len(others) == 1 and is_lost(others[0]) and "rank 0: " in others[0]
+        assert len(others) == 1 and is_lost(others[0], timeout=40) and "rank 0: " in others[0]
     assert last_summary(cwd)["state"] == "failed"
     assert newest(cwd) == 28
     assert_whole_checkpoints(cwd)
@@ -315,12 +331,13 @@ def test_an_error_of_one_rank_is_told_at_once_by_that_rank(fails: int, frozen: i
 
 @pytest.mark.parametrize("fails, devices", [(0, 2), (1, 2), (2, 3)])
 def test_the_one_line_of_a_rank_comes_before_those_of_the_others(fails: int, devices: int, tmp_path):
+    """Which give up after 40 seconds."""
     error = 'raise __import__("config").RunError("deliberate")'
     process, cwd = failing_alone(tmp_path, devices, fails=fails, error=error, frozen=None)
     first, *others = process.communicate(timeout=300)[1].splitlines()
     assert process.returncode == 1
     assert first.startswith(f"train.py: error: rank {fails}: deliberate")
-    assert len(others) < devices and all(map(is_lost, others))
+    assert len(others) < devices and all(is_lost(line, timeout=40) for line in others)
     assert last_summary(cwd)["state"] == "failed"
 
 
@@ -346,7 +363,7 @@ def refused_resume(launcher: str, cwd: Path, code: int) -> str:
         error = run(f"{TORCHRUN} {REPO}/train.py --accelerator cpu --resume train_out", cwd, code=1).stderr
         assert f"exitcode  : {code} " in error
     first, *others = [line for line in error.splitlines() if line.startswith("train.py: error: ")]
-    assert len(others) < 2 and all(map(is_lost, others))
+    assert len(others) < 2 and all(is_lost(line, timeout=300) for line in others)
     assert launcher == "torchrun" or error == f"{first}\n"
     assert without_locks(cwd) == before
     return first

@@ -4,10 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, SMALL, call, diffs, edited, history, killed_and_resumed, run, run_dir
+from conftest import (
+    LONG,
+    ON_2,
+    SMALL,
+    assert_same_run,
+    call,
+    diffs,
+    edited,
+    history,
+    killed_and_resumed,
+    run,
+    run_dir,
+)
 from edits import copy_programs, insert_after
 
-CHANNELS_LAST, LOSS_INSIDE, TORCH_ALONE = diffs("docs/speed.md")
+CHANNELS_LAST, LOSS_INSIDE, UNWRAPPED, TORCH_ALONE = diffs("docs/speed.md")
 
 
 def losses(script: str, cwd: Path, options: str = "") -> list[float]:
@@ -21,7 +33,9 @@ def losses(script: str, cwd: Path, options: str = "") -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "diff", [CHANNELS_LAST, LOSS_INSIDE, TORCH_ALONE], ids=["channels_last", "loss inside", "torch alone"]
+    "diff",
+    [CHANNELS_LAST, LOSS_INSIDE, UNWRAPPED, TORCH_ALONE],
+    ids=["channels_last", "loss inside", "unwrapped", "torch alone"],
 )
 def test_an_edit_leaves_the_losses_as_they_are(diff: str, tmp_path: Path):
     """But for the rounding of sums in another order. test.py evaluates it, and keeps the logits."""
@@ -54,7 +68,18 @@ def test_the_memory_format_of_the_model_and_of_its_optimizer_is_that_of_the_edit
     assert "formats [True, True]" in call(f"{program}/train.py --accelerator cpu --fast_run", tmp_path).stdout
 
 
+def test_two_processes_without_the_wrappers_train_as_with_them(tmp_path: Path):
+    """The gradients are still averaged: the module that is called is that of DistributedDataParallel."""
+    plain, unwrapped = tmp_path / "plain", tmp_path / "unwrapped"
+    for cwd, program in ((plain, copy_programs(tmp_path / "one")), (unwrapped, edited(UNWRAPPED, tmp_path / "two"))):
+        cwd.mkdir()
+        run(f"{program}/train.py {SMALL} --micro_batch_size 16 {ON_2}", cwd)
+    assert_same_run(unwrapped, plain)
+
+
 @pytest.mark.recipes
-@pytest.mark.parametrize("diff", [CHANNELS_LAST, TORCH_ALONE], ids=["channels_last", "torch alone"])
+@pytest.mark.parametrize(
+    "diff", [CHANNELS_LAST, UNWRAPPED, TORCH_ALONE], ids=["channels_last", "unwrapped", "torch alone"]
+)
 def test_a_resume_after_an_edit_is_exact(diff: str, tmp_path: Path):
     killed_and_resumed(f"{edited(diff, tmp_path)}/{LONG} --epochs 12", tmp_path)
