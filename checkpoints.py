@@ -154,8 +154,10 @@ def copied(value: Any) -> Any:
 
 def compact(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is a part of a larger one, which torch.save would save as a whole."""
-    is_part = type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.nbytes
-    return tensor.clone() if is_part else tensor
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes:
+        return tensor.clone()
+    return tensor
 
 
 def contents_of(state: dict) -> dict:
