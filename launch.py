@@ -211,7 +211,6 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         code = 1
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
         if is_lost_connection(error):
-            time.sleep(1)  # first the process that has failed says why
             words = str(error).split(". ")[0]
             write_error(
                 f"{rank}another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
@@ -320,6 +319,14 @@ def changed_files(then: dict) -> str:
 # ---- signals
 
 
+def handle_signals(handler: Callable, resources: ExitStack):
+    """Makes `handler` receive SIGNALS until the resources are closed."""
+    with suppress(ValueError):  # in another thread than the main one Python has no signal handlers
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+                resources.callback(signal.signal, number, signal.signal(number, handler))
+
+
 class StopSignals:
     """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second Ctrl-C ends
     the process at once; other signals may come twice, as from a terminal that is closed, or torchrun. The ranks
@@ -335,10 +342,8 @@ class StopSignals:
         self.steps = 0  # since the last one
         self.synchronized = time.monotonic()
         self.interrupt = signal.getsignal(signal.SIGINT)
-        with suppress(ValueError):  # in another thread than the main one Python has no signal handlers
-            for number in SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-                    resources.callback(signal.signal, number, signal.signal(number, self.receive))
+        if not config.fast_run:  # which a signal ends at once
+            handle_signals(self.receive, resources)
 
     def receive(self, number: int, frame):
         signal.signal(signal.SIGINT, self.interrupt)

@@ -147,6 +147,9 @@ class CSVLogger:
 
     def log_metrics(self, row: dict, step: int):
         row = {"step": step, **row}
+        if not self.path.exists():  # somebody has deleted it
+            self.write([row])
+            return
         if set(row) - set(self.columns):  # new columns
             self.write([*self.read(), row])
             return
@@ -154,7 +157,8 @@ class CSVLogger:
             csv.DictWriter(file, self.columns).writerow(row)
 
     def save(self):
-        sync(self.path)
+        if self.path.exists():
+            sync(self.path)
 
     def finalize(self, status: str):
         """Nothing is left to close."""

@@ -28,7 +28,7 @@ from torch import nn
 import checkpoints
 from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run, to_yaml
 from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig, values_of
-from launch import NO_LIMIT, ResumableDDP, changed_files, check_ranks, difference, gloo_group
+from launch import NO_LIMIT, ResumableDDP, changed_files, check_ranks, difference, gloo_group, handle_signals
 from loggers import Console, open_loggers, scalars_of
 from utils import atomically, parameters_of, regular_file, write_json
 
@@ -154,10 +154,10 @@ class RunDir:
         saved = checkpoints.load(path)
         about = saved["checkpoint"]
         if about.get("format") != checkpoints.FORMAT:
-            program = code_folder(self.path, about["code"]) / "train.py"
+            program = shlex.quote(str(code_folder(self.path, about["code"]) / "train.py"))
             raise ConfigError(
                 f"--resume: {path} was written by another version of the template; "
-                f"go on with the run's own copy of the code: python {program} --resume {self.path}"
+                f"go on with the run's own copy of the code: python {program} --resume {shlex.quote(str(self.path))}"
             )
         for name, value in self.fixed.items():
             then = about["fixed"].get(name, value)
@@ -315,6 +315,7 @@ class RunDir:
             )
         if not math.isfinite(norm_of_rank_0):
             names = [name for name, value in norms.items() if not value.isfinite()]
+            names = self.fabric.broadcast(names)
             raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}")
 
     def write_checkpoint(self, contents: dict, step: int, is_regular: bool, is_best: bool):
@@ -366,7 +367,7 @@ class RunDir:
 
 def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: ExitStack) -> int:
     """--fast_run: trains for half of the steps, stops as after a signal, resumes, and trains for the rest. Each half
-    has a validation, a log and a save. The run lies in a temporary folder, which is removed.
+    has a validation, a log and a save. The run lies in a temporary folder, which is removed, also after a signal.
 
     Args:
         fabric: Fabric, launched.
@@ -374,6 +375,7 @@ def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: Ex
         config: The options.
         resources: Closed at the end.
     """
+    handle_signals(end_rehearsal, resources)
     folder = ""
     if fabric.is_global_zero:
         root = Path(config.root_dir).absolute()
@@ -401,3 +403,7 @@ def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: Ex
     run_dir = newest_run(config.out_dir, config.root_dir)
     with ExitStack() as second:
         return start(replace(config, resume=str(run_dir)), second)
+
+
+def end_rehearsal(number: int, frame):
+    raise RunError("--fast_run was stopped by a signal, and leaves nothing behind")

@@ -389,18 +389,18 @@ def atomically(path: Path, mode: str = "w"):
 def write_json(path: Path, values: dict):
     """Writes values as JSON: tensors and arrays are lists, numbers that are not finite null, other objects text."""
     with atomically(path) as file:
-        json.dump(as_json(values), file, indent=2)
+        json.dump(as_json(values), file, indent=2, default=str)
 
 
 def as_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.to_dense()
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
-    if isinstance(value, Tensor):
-        return as_json(value.to_dense().tolist())
-    if isinstance(value, (np.ndarray, np.generic)):
-        return as_json(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, (int, float, str, type(None))) else str(value)
+    return value

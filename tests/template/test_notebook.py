@@ -7,7 +7,7 @@ from conftest import REPO, call, kill_group, newest, run, run_dir, start, wait_f
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """
-import glob, os, signal, sys, threading, time
+import gc, glob, os, signal, sys, threading, time
 sys.path.insert(0, PROGRAM)
 import torch
 import tqdm
@@ -106,6 +106,9 @@ try:
 except ZeroDivisionError as error:
     second = error
 assert second.__traceback__ and calls == 6
+assert set(left_behind()) <= {"threads"}, left_behind()  # those of its loader's queues, which the traceback holds
+del second
+gc.collect()
 assert not left_behind(), left_behind()
 
 train.compute_loss = compute_loss

@@ -267,14 +267,19 @@ def test_an_error_of_all_ranks_is_told_by_each_while_rank_0_closes_slowly(tmp_pa
 
 
 def test_a_killed_rank_ends_the_others(tmp_path):
-    """It has said nothing. Rank 0 says so in one line, and how to go on."""
+    """It has said nothing. Rank 0 says so in one line, and how to go on; but the launcher of Fabric, which looks at its
+    processes every five seconds, may be faster, and kill rank 0."""
     process, pids = started(tmp_path, ON_2)
     os.kill(pids[1], signal.SIGKILL)
-    (line,) = end_of(process, pids)
+    lines = end_of(process, pids)
+    assert_whole_checkpoints(tmp_path)
+    if process.returncode == -signal.SIGKILL:
+        assert lines == []
+        return
+    (line,) = lines
     assert process.returncode == 1
     assert is_lost(line, timeout=300) and f"--resume {run_dir(tmp_path).name}" in line
     assert last_summary(tmp_path)["state"] == "failed"
-    assert_whole_checkpoints(tmp_path)
 
 
 FAILS_ALONE = """
