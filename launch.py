@@ -203,7 +203,7 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         sys.exit(main(config))
     except (ConfigError, RunError) as error:
         code = 2 if isinstance(error, ConfigError) else 1
-        message = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        message = with_notes(str(error), error)
         if not dist.is_initialized():
             end(code, message)
         write_error(f"rank {dist.get_rank()}: {message}")
@@ -212,10 +212,11 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
         if is_lost_connection(error):
             words = str(error).split(". ")[0]
-            write_error(
+            message = (
                 f"{rank}another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
                 f"see its message ({words})"
             )
+            write_error(with_notes(message, error))
         else:
             explain(error)
             sys.stderr.write(rank + "".join(traceback.format_exception(error)))
@@ -223,6 +224,11 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         sys.exit(code)
     sys.stdout.flush()
     os._exit(own_code(code))  # an orderly end would wait for the other processes, or gloo abort it
+
+
+def with_notes(message: str, error: Exception) -> str:
+    """A message, and what was added to the error on its way, such as how to go on."""
+    return "; ".join([message, *getattr(error, "__notes__", [])])
 
 
 def own_code(code: int) -> int:
