@@ -644,7 +644,7 @@ FAULTS["a rank raises"] = (partial(one_rank, number=None, seconds=30), 2, False)
 
 @fault(processes=1)
 def data_workers(tries):
-    timed_out, killed = "DataLoader timed out after 15", r"DataLoader worker .*\b[Kk]illed"
+    timed_out, killed = "DataLoader timed out after 15", r"DataLoader worker .*\b([Kk]illed|exited unexpectedly)"
     for number, words in ((signal.SIGSTOP, timed_out), (signal.SIGKILL, killed)):
         for loader in ("training", "validation"):
             with tries(f"{number.name} to that of the {loader}") as cwd:
