@@ -112,10 +112,11 @@ class ImageDataset(Dataset):
 @dataclass
 class TrainSampler:
     """Yields the micro-batches of a rank from `self.step`, which `Loader.batches_from` sets, to the end of the epoch. A
-    micro-batch is a pair: its number in the run, and the indices of its samples."""
+    micro-batch is a pair: its number in the run, and the indices of its samples. A second stream of data needs a plan
+    of its own from `make_plan`, and another seed, as in recipes/semi_supervised.patch."""
 
     plan: Any  # the Plan of the run
-    dataset: Dataset  # its method `order`, if it has one, gives the indices of an epoch; else they are shuffled
+    dataset: Any  # its method `order`, if it has one, gives the indices of an epoch; else they are shuffled
     rank: int
     seed: int  # with the epoch, it determines the order
     step: int = 0  # of the run, counted from 0
@@ -126,10 +127,10 @@ class TrainSampler:
         if hasattr(self.dataset, "order"):
             order = np.asarray(self.dataset.order(epoch, generator))
         else:
-            order = torch.randperm(self.plan.train_samples, generator=generator).numpy()
+            order = torch.randperm(len(self.dataset), generator=generator).numpy()
         size = self.plan.steps_per_epoch * self.plan.effective_batch_size
         if len(order) < size:
-            raise ValueError(f"order: gave {len(order)} indices, an epoch needs at least {size}")
+            raise ConfigError(f"an epoch needs {size} indices, but {type(self.dataset).__name__} gives {len(order)}")
         micro_batches = order[:size].reshape(-1, self.plan.micro_batch_size)
         first = step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
         for i in range(first + self.rank, len(micro_batches), self.plan.world_size):

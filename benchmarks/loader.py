@@ -81,7 +81,7 @@ if __name__ == "__main__":
                     config = TrainConfig(num_workers=workers, effective_batch_size=BATCH_SIZE)
                     plan = make_plan(config, n, val_samples=0, world_size=1, saved_micro_batch_size=0)
                     steps = plan.steps_per_epoch
-                    own = Loader(fabric, dataset, TrainSampler(plan, None, rank=0, seed=0), config, resources)
+                    own = Loader(fabric, dataset, TrainSampler(plan, dataset, rank=0, seed=0), config, resources)
                     torchs = DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers,
                                         persistent_workers=workers > 0)  # fmt: skip
                     best = {}

@@ -69,7 +69,7 @@ def sampler_of(samples: int) -> TrainSampler:
     """Epochs in batches of 256, on one process."""
     config = TrainConfig(effective_batch_size=256)
     plan = make_plan(config, samples, val_samples=0, world_size=1, saved_micro_batch_size=0)
-    return TrainSampler(plan, None, rank=0, seed=0)
+    return TrainSampler(plan, range(samples), rank=0, seed=0)
 
 
 def first_batch(samples: int) -> None:

@@ -25,7 +25,7 @@ def plan_of(samples: int, effective: int, micro: int, world_size: int = 1) -> Pl
 
 def train_sampler(rank=0, world_size=1, micro=MICRO, seed=42, epoch=0, step=0) -> TrainSampler:
     """From a step of an epoch to the end of that epoch."""
-    sampler = TrainSampler(plan_of(SAMPLES, EFFECTIVE, micro, world_size), None, rank, seed)
+    sampler = TrainSampler(plan_of(SAMPLES, EFFECTIVE, micro, world_size), range(SAMPLES), rank, seed)
     sampler.step = epoch * STEPS + step
     return sampler
 
@@ -98,7 +98,7 @@ def test_micro_batches_are_numbered_through_all_epochs(world_size: int):
 def test_a_loader_gives_the_batches_from_any_step_on_without_end(first: int, num_workers: int):
     """Two steps an epoch, of four micro-batches each."""
     with ExitStack() as resources:
-        sampler = TrainSampler(plan_of(40, 20, 5), None, 0, 42)
+        sampler = TrainSampler(plan_of(40, 20, 5), range(40), 0, 42)
         config = TrainConfig(num_workers=num_workers)
         loader = Loader(FABRIC, Pairs(), sampler, config, resources)
         found = [targets.tolist() for _, targets in islice(loader.batches_from(first), 4 * (8 - first))]
@@ -277,7 +277,7 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
     dataset, config = pictures(), TrainConfig()
     expected = load(dataset)
     with ExitStack() as resources:
-        loader = Loader(FABRIC, dataset, TrainSampler(plan_of(40, 20, 5), None, 0, 42), config, resources)
+        loader = Loader(FABRIC, dataset, TrainSampler(plan_of(40, 20, 5), range(40), 0, 42), config, resources)
         found = {}
         for images, targets in loader:
             other = Loader(FABRIC, dataset, eval_batches(40, 4, 1)[0], config, resources)

@@ -78,7 +78,7 @@ def test_the_first_batch_is_what_the_model_got(trained: Path, pictures: ModuleTy
     config = TrainConfig(limit_train_batches=4)
     dataset = build_datasets(config)["train"]
     plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_micro_batch_size=0)
-    key = next(iter(TrainSampler(plan, None, rank=0, seed=42)))
+    key = next(iter(TrainSampler(plan, dataset, rank=0, seed=42)))
     images, targets = SeededBatches(dataset, 42)[key]
     assert not torch.equal(images, dataset.images[torch.tensor(key[1])])  # they are shifted
     page = first_batch(trained)
