@@ -35,6 +35,7 @@ from config import (
     LENGTH_OPTIONS,
     NOT_EMPTY,
     NULL,
+    PATHS,
     UNTRAINED_OPTIONS,
     ConfigError,
     TestConfig,
@@ -91,6 +92,9 @@ def parse(cls: type, words: list[str]) -> dict:
     for name in NOT_EMPTY:
         if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
+    for name in PATHS:
+        if name in given:
+            given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
     return flatten_join(given)
 
 
@@ -219,6 +223,13 @@ def words_of_launcher() -> list[str]:
         asked["devices"] = tasks // asked["num_nodes"]
     else:
         os.environ.pop("SLURM_NTASKS", None)  # in the shell of a job, Fabric would wait for ranks that nobody starts
+        if not {"NODE_RANK", "WORLD_SIZE"} & os.environ.keys():  # this process is not one of several
+            for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+                size = os.environ.get(name, "1")
+                if size != "1":
+                    raise ConfigError(f"mpirun has started {size} processes ({name}): use torchrun or srun instead")
+            os.environ.pop("LOCAL_RANK", None)  # left in the shell: Fabric would wait for processes that nobody starts
+            os.environ.pop("MASTER_ADDR", None)  # likewise: they would look for each other on another machine
     return [f"--{name}={value}" for name, value in asked.items() if value]
 
 
@@ -307,7 +318,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
     sources = []
     for path in from_command.pop("config_path", ()):
         with errors_of(f"--config_path {path}"):
-            options = read_yaml(Path(path).read_text())
+            options = read_yaml(Path(os.path.expanduser(path)).read_text())
             if "config_path" in options:
                 raise ConfigError("config_path is no option for a file")
             sources.append(parse_yaml(options))
@@ -396,7 +407,7 @@ def parse_or_exit(parse: Callable) -> Any:
     signals, closed streams, and no garbage collection until the imports are done."""
     if sys.platform == "win32":
         end(2, "Windows lacks what runs need, such as locks and signals: use WSL2")
-    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
+    if {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and sys.platform == "linux":
         die_with_launcher()
     gc.disable()  # the imports create a million objects that stay: the start takes 2 s less
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code

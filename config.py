@@ -201,6 +201,7 @@ AT_LEAST_0 = [
 ]
 BELOW = {"seed": 2**32, "dropout": 1, "timeout": 2**21}
 NOT_EMPTY = ["out_dir", "root_dir", "resume", "config_path", "devices", "logger_name", "monitor", "checkpoint"]
+PATHS = ("out_dir", "root_dir", "data_dir", "resume", "checkpoint")  # in which ~ is the home directory
 NULL = {"checkpoint_frequency": 0, "num_checkpoint_keep": 0}  # `null` of older versions; of other options, the default
 
 # ---- what a resume may change

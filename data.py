@@ -36,7 +36,9 @@ def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
     indices, and `collate_fn` are used, if it has them. `order(epoch, generator)` of the training set, if it has one,
     returns the indices of an epoch in their order, a function of its arguments alone; TrainSampler does the rest. A
     Subset has no `order`. Only build_model and compute_loss in train.py depend on what a sample is. Random augmentation
-    may use the global generators of torch, NumPy and `random`: all are seeded before each micro-batch.
+    may use the global generators of torch, NumPy and `random`: all are seeded before each micro-batch. Make a generator
+    of your own in `__getitem__`, from a number of a global one. A file may stay open: each data worker gets a position
+    of its own in a file that was opened to be read.
 
     One process of each machine calls this first and alone, so it may download files; the others then find them there. A
     kill may leave a part of a file, unless utils.atomically writes it. Fill a directory that machines share beforehand.
@@ -266,7 +268,8 @@ class Loader(DataLoader):
 
 def start_worker(worker: int):
     """Prepares a worker process. A signal to the process group must not end it before the loop has saved. A file that a
-    dataset had opened before gets a position of its own: otherwise all processes would move the same one."""
+    dataset has opened before, to read it, gets a position of its own: otherwise all processes would move the same one.
+    Files to write share theirs, such as stdout: otherwise a process would write over the lines of others."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "linux":  # where workers begin without the files of this process
@@ -274,8 +277,9 @@ def start_worker(worker: int):
     for name in os.listdir("/proc/self/fd"):
         file = int(name)
         with suppress(OSError):  # the list itself was a file, too
-            if stat.S_ISREG(os.fstat(file).st_mode):
-                own = os.open(f"/proc/self/fd/{file}", fcntl.fcntl(file, fcntl.F_GETFL))
+            is_written = fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
+            if stat.S_ISREG(os.fstat(file).st_mode) and not is_written:
+                own = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
                 os.lseek(own, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
-                os.dup2(own, file)
+                os.dup2(own, file, inheritable=False)
                 os.close(own)

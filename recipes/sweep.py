@@ -316,7 +316,7 @@ class Sweep:
         """Opens the study, or makes it; the points of a grid wait in it from the start. Raises ConfigError."""
         self.search = search
         self.args = args
-        self.root = Path(args.root_dir)
+        self.root = Path(os.path.expanduser(args.root_dir))
         self.folder = self.root / f"{search.name}.sweep"
         self.locks = self.folder / "locks"
         self.logs = self.folder / "logs"

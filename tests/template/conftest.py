@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -190,6 +191,28 @@ def end_of(process: subprocess.Popen, pids: list[int]) -> list[str]:
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)
     return error.strip().splitlines()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def is_lost(line: str, timeout: int) -> bool:
+    """Whether it is all that a rank has to say when the connection to another one is lost."""
+    words = f"another process has ended, or did not answer for --timeout {timeout} seconds: see its message"
+    more = "; the checkpoints are whole, continue with: python train.py --resume .+"
+    return bool(re.fullmatch(rf"train.py: error: rank \d: {words} \(.+?\)({more})?", line))
+
+
+def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Popen]:
+    """Two nodes with a process each, which nothing but the command has launched: they must notice each other's end."""
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env)
+        for rank, command in enumerate(commands)
+    ]
 
 
 def assert_whole_checkpoints(cwd: Path) -> None:

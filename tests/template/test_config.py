@@ -15,12 +15,14 @@ from config import ConfigError, TrainConfig, mode_of, values_of
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from utils import Plan, limit, make_plan, scale_lr
 
+OF_LAUNCHERS = ["LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch) -> Path:
     """Each test has an empty current directory, and no launcher around it."""
     for name in list(os.environ):
-        if name.startswith(("LT_", "SLURM_")) or name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        if name.startswith(("LT_", "SLURM_")) or name in OF_LAUNCHERS:
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -82,6 +84,43 @@ def test_launcher_tells_the_devices(monkeypatch):
     assert (config.devices, config.num_nodes) == ("3", 2)
     config = train("--devices 2")
     assert (config.devices, config.num_nodes) == ("2", 2)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_mpirun_is_refused(name: str, monkeypatch):
+    """Each process would train a run of its own. It may start torchrun, or the first process of each machine."""
+    monkeypatch.setenv(name, "1")
+    assert train("") == TrainConfig()
+    monkeypatch.setenv(name, "4")
+    for parse in (train, lambda options: parse_test(options.split())):
+        with pytest.raises(ConfigError, match=rf"^mpirun has started 4 processes \({name}\): use torchrun or srun"):
+            parse("")
+    with monkeypatch.context() as patch:
+        patch.setenv("NODE_RANK", "1")
+        assert train("--num_nodes 4").num_nodes == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert train("").num_nodes == 4
+
+
+def test_what_an_earlier_launch_has_left_in_the_shell_is_ignored(monkeypatch):
+    """Fabric would wait for processes that nobody starts, or on another machine."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    train("--devices 2")
+    assert "LOCAL_RANK" not in os.environ and "MASTER_ADDR" not in os.environ
+    assert os.environ["MASTER_PORT"] == "29500"
+
+
+@pytest.mark.parametrize("given", ["NODE_RANK LOCAL_RANK WORLD_SIZE", "LOCAL_RANK WORLD_SIZE", "NODE_RANK"])
+def test_what_a_launcher_has_given_is_kept(given: str, monkeypatch):
+    """By Fabric to the processes that it starts, or by hand to each."""
+    for name in given.split():
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    train("--devices 2")
+    assert os.environ["MASTER_ADDR"] == "192.0.2.1" and all(name in os.environ for name in given.split())
 
 
 def test_fabric_run_tells_the_devices(monkeypatch):
@@ -496,6 +535,27 @@ def test_resume_takes_the_options_of_the_run(capsys):
         told = capsys.readouterr().out
         assert "--epochs 9.0 instead of 7.0\n" in told and "--base_lr 0.25 instead of 0.5\n" in told
         assert "effective_batch_size" not in told and "config_path" not in told
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch, tmp_path: Path):
+    """In quotes, after `=`, and in a file a shell leaves it as it is. A name that only begins with one is kept."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    make_run("home/runs/20260101-000000-x")
+    (home / "file.yaml").write_text("root_dir: ~/runs\ndata_dir: ~/data\n")
+    for options in ("--root_dir ~/runs --data_dir=~/data", "--config_path ~/file.yaml"):
+        config = train(options)
+        assert (config.root_dir, config.data_dir) == (f"{home}/runs", f"{home}/data")
+        assert f"\nroot_dir: {home}/runs\n" in to_yaml(config)
+    assert train("--out_dir ~/runs/y").out_dir == f"{home}/runs/y"
+    assert train("--out_dir ~no-such-user --comment ~/x").out_dir == "~no-such-user"
+    assert train("--out_dir ~no-such-user --comment ~/x").comment == "~/x"
+    run_dir = f"{home}/runs/20260101-000000-x"
+    for name in ("~/runs/20260101-000000-x", "~/runs/x", "x --root_dir ~/runs"):
+        assert train(f"--resume {name}").resume == run_dir
+        assert parse_test(f"--out_dir {name}".split()).out_dir == run_dir
+    (home / "runs/20260101-000000-x/best.ckpt").touch()
+    assert parse_test(["--checkpoint", "~/runs/20260101-000000-x/best.ckpt"]).out_dir == run_dir
 
 
 def test_resume_of_a_name_means_its_newest_run_and_says_which(capsys):

@@ -1,12 +1,17 @@
 """The order of the samples, their augmentation, and what a user's own dataset may look like."""
 
 import random
+import re
+import textwrap
 from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import LONG, REPO, killed_and_resumed
+from edits import replace
 from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 
@@ -223,6 +228,13 @@ class Twice(Pairs):
         return 80
 
 
+class OwnGenerator(Pairs):
+    """A generator of its own, made from a number of a global one."""
+
+    def __getitem__(self, index: int):
+        return np.random.default_rng(np.random.randint(2**31)).random(3), index
+
+
 def half_of_pairs() -> Dataset:
     return random_split(Twice(), [40, 40], torch.Generator().manual_seed(0))[0]
 
@@ -249,7 +261,9 @@ def load(dataset: Dataset, num_workers=0, epochs=(0,), world_size=1, micro=5, se
     return found
 
 
-@pytest.mark.parametrize("make", [pictures, Pairs, Dicts, Arrays, ManyAtOnce, half_of_pairs, half_of_pictures])
+@pytest.mark.parametrize(
+    "make", [pictures, Pairs, Dicts, Arrays, ManyAtOnce, OwnGenerator, half_of_pairs, half_of_pictures]
+)
 def test_randomness_is_a_function_of_seed_and_micro_batch(make):
     """However the samples are loaded, the same; in another epoch and with another seed, another."""
     torch.manual_seed(3)
@@ -263,6 +277,37 @@ def test_randomness_is_a_function_of_seed_and_micro_batch(make):
     assert load(dataset, epochs=(0, 1), seed=43) != expected
     samples = {sample for _, sample in expected}
     assert sum(expected[0, sample] != expected[1, sample] for sample in samples) > 20
+
+
+# Stands before `build_datasets`, which it replaces: METHOD is that of recipes/data.md.
+WITH_GENERATOR = """
+class WithGenerator(Dataset):
+    num_classes = 10
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+METHOD
+
+def build_datasets(*args, **options):
+    found = samples_of(*args, **options).items()
+    arrays = {split: [(samples[i][0].numpy(), samples[i][1]) for i in range(len(samples))] for split, samples in found}
+    return {split: WithGenerator(samples) for split, samples in arrays.items()}
+
+
+def samples_of("""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_generator_of_its_own_is_exact_after_a_kill(num_workers: int, tmp_path: Path):
+    page = (REPO / "recipes" / "data.md").read_text()
+    (method,) = re.findall(r"^```python\n(def __getitem__.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    code = WITH_GENERATOR.replace("METHOD", textwrap.indent(method, "    "))
+    program = replace(tmp_path / "program", "build_datasets", code)
+    killed_and_resumed(f"{program}/{LONG} --epochs 12 --num_workers {num_workers}", tmp_path)
 
 
 def test_all_samples_of_a_run_have_randomness_of_their_own():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ON_2, SMALL, call, history, run, run_dir, without_locks
+from conftest import LONG, ON_2, SMALL, call, history, killed_and_resumed, run, run_dir, without_locks
 from edits import insert_after, insert_before, replace
 
 # Stands before `build_datasets`, which it replaces: SAMPLE is what the datasets give for an image and its target.
@@ -377,6 +377,24 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_each_of_them_in_one_line(pro
     told = {f"train.py: error: rank {rank}: compute_loss: `loss` is inf in the first step" for rank in (0, 1)}
     assert {*error.splitlines()} <= told and "rank 0: " in error
     assert list(cwd.iterdir()) == []
+
+
+# ---- files of one's own
+
+
+SNAPSHOT = """
+if step % 8 == 0 and fabric.is_global_zero:
+    torch.save([step, model.state_dict()], run.path / f"snapshot-{step:03}.pt")
+"""
+
+
+def test_files_that_rank_0_writes_into_the_run_are_the_same_after_a_kill(program: Path, tmp_path: Path):
+    """Those of steps after the checkpoint are written again."""
+    insert_after(program, "step is done", SNAPSHOT)
+    folders = killed_and_resumed(f"{program}/{LONG} --epochs 12 {ON_2}", tmp_path)
+    whole, killed = ([torch.load(path) for path in sorted(run_dir(folder).glob("*-*.pt"))] for folder in folders)
+    assert [step for step, _ in killed] == [*range(8, 97, 8)]
+    torch.testing.assert_close(killed, whole, atol=0, rtol=0)
 
 
 # ---- loss and monitor

@@ -7,7 +7,20 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, TORCHRUN, call, is_running, kill_group, run_dir, start, wait_for
+from conftest import (
+    SMALL,
+    TORCHRUN,
+    call,
+    descendants,
+    end_of,
+    is_lost,
+    is_running,
+    kill_group,
+    run_dir,
+    start,
+    start_two,
+    wait_for,
+)
 from edits import insert_before
 
 # A slow download, as people write it: into a folder that is there from the first moment on. It is whole once it has its
@@ -114,6 +127,71 @@ def test_runs_with_other_data_do_not_wait_for_it_and_are_not_told_that_theirs_is
     for process in others:
         end(process)
     assert len(log(other, "began")) == 1 and len(log(other, "called")) == 2
+
+
+# On a machine of two nodes, each with a data_dir of its own: rank 0 builds for long, the other one is done at once.
+TWO_NODES = """
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+name = config.data_dir
+config = replace(config, data_dir="")  # digits refuse one
+Path(f"{name} builds").touch()
+while name == "slow" and not Path("go").exists():
+    time.sleep(0.02)
+if name == "failing":
+    open("not there")
+"""
+
+
+def two_nodes(tmp_path: Path, of_rank_1: str) -> list:
+    program = insert_before(tmp_path / "program", "digits", TWO_NODES)
+    commands = [f"{program}/train.py {SMALL} --timeout 10 --data_dir {name}" for name in ("slow", of_rank_1)]
+    processes = start_two(commands, tmp_path)
+    wait_for(lambda: len([*tmp_path.glob("* builds")]) == 2)
+    return processes
+
+
+def test_the_others_notice_at_once_that_a_process_has_died_that_builds(tmp_path):
+    """Though they would wait for it for as long as it lives."""
+    zero, one = two_nodes(tmp_path, "quick")
+    zero.kill()
+    (line,) = one.communicate(timeout=300)[1].splitlines()
+    assert one.returncode == 1 and is_lost(line, timeout=10)
+    zero.communicate()
+    assert not [*tmp_path.glob("*train_out")]
+
+
+def test_a_process_that_builds_notices_afterwards_that_another_one_has_died(tmp_path):
+    zero, one = two_nodes(tmp_path, "quick")
+    one.kill()
+    one.communicate()
+    (tmp_path / "go").touch()
+    (line,) = zero.communicate(timeout=300)[1].splitlines()
+    assert zero.returncode == 1 and is_lost(line, timeout=10)
+    assert not [*tmp_path.glob("*train_out")]
+
+
+def test_what_fails_is_told_at_once_while_another_process_builds(tmp_path):
+    zero, one = two_nodes(tmp_path, "failing")
+    (line,) = one.communicate(timeout=300)[1].splitlines()
+    assert one.returncode == 2 and zero.poll() is None
+    assert line.startswith("train.py: error: rank 1: --data_dir failing: ") and line.endswith("'not there'")
+    (tmp_path / "go").touch()
+    (line,) = zero.communicate(timeout=300)[1].splitlines()
+    assert zero.returncode == 1 and is_lost(line, timeout=10)
+    assert not [*tmp_path.glob("*train_out")]
+
+
+def test_no_process_outlives_rank_0_that_builds(program, folder, tmp_path):
+    """It has launched the others."""
+    process = start(f"{program}/train.py {SMALL} --devices 2", tmp_path, DOWNLOAD=str(folder))
+    wait_for(lambda: log(folder, "began") and len(descendants(process.pid)) == 2)
+    pids = descendants(process.pid)
+    process.kill()
+    assert end_of(process, pids) == []
 
 
 def test_what_only_one_process_cannot_read_is_told_by_it(folder, tmp_path):

@@ -27,6 +27,7 @@ from conftest import (
     descendants,
     end_of,
     history,
+    is_lost,
     kill_group,
     last_summary,
     newest,
@@ -34,6 +35,7 @@ from conftest import (
     run_dir,
     set_running,
     start,
+    start_two,
     started,
     truncate,
     wait_for,
@@ -41,13 +43,6 @@ from conftest import (
 )
 from edits import copy_programs, insert_after, insert_before, replace
 from test_prepared_data import DOWNLOAD, log
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
 
 # ---- launchers
 
@@ -130,6 +125,23 @@ def test_no_process_outlives_torchrun(tmp_path):
     assert_whole_checkpoints(tmp_path)
 
 
+@pytest.mark.parametrize("left", ["MASTER_ADDR", "LOCAL_RANK"])
+def test_what_an_earlier_launch_has_left_in_the_shell_does_no_harm(left: str, tmp_path):
+    """Another machine's address; or a rank, by which Fabric would take this process for one that it has started."""
+    values = {"MASTER_ADDR": "192.0.2.1", "LOCAL_RANK": "0"}
+    done = run(f"train.py {SMALL} {ON_2} --epochs 1 --timeout 60", tmp_path, **{left: values[left]})
+    assert "64 = 2 device(s)" in done.stdout and "finished after 4 of 4 steps" in done.stdout
+
+
+def test_a_port_that_is_in_use_is_told_in_the_last_line(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        error = run(f"train.py {SMALL} {ON_2}", tmp_path, code=1, MASTER_PORT=str(port)).stderr
+    last = error.splitlines()[-1]
+    assert "EADDRINUSE" in last and f"port: {port}" in last
+    assert not [*tmp_path.iterdir()]
+
+
 # ---- dead, failing and frozen ranks
 
 
@@ -168,24 +180,8 @@ def waits(tmp_path_factory) -> Path:
     return program
 
 
-def is_lost(line: str, timeout: int) -> bool:
-    """Whether it is all that a rank has to say when the connection to another one is lost."""
-    words = f"another process has ended, or did not answer for --timeout {timeout} seconds: see its message"
-    more = "; the checkpoints are whole, continue with: python train.py --resume .+"
-    return bool(re.fullmatch(rf"train.py: error: rank \d: {words} \(.+?\)({more})?", line))
-
-
 def how_to_go_on(cwd: Path) -> str:
     return f"the checkpoints are whole, continue with: python train.py --resume {run_dir(cwd).name}"
-
-
-def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Popen]:
-    """Two nodes with a process each, which nothing but the command has launched: they must notice each other's end."""
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env)
-        for rank, command in enumerate(commands)
-    ]
 
 
 def start_waiting(phase: str, waits: Path, cwd: Path) -> list[subprocess.Popen]:

@@ -98,9 +98,9 @@ def test_a_resume_cannot_change_the_order(program: Path, tmp_path: Path):
 
 def orders() -> list:
     """The functions `order` of the page."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (REPO / "recipes" / "data.md").read_text(), re.DOTALL | re.MULTILINE)
+    page = (REPO / "recipes" / "data.md").read_text()
     found = []
-    for block in blocks:
+    for block in re.findall(r"^```python\n(def order.*?)^```$", page, re.DOTALL | re.MULTILINE):
         names = {"torch": torch}
         exec(block, names)
         found.append(names["order"])

@@ -59,9 +59,14 @@ def test_any_precision(precision: str, program: Path, teacher: Path, tmp_path: P
     call(f"{program}/train.py --accelerator cpu --fast_run --teacher {teacher} --precision {precision}", tmp_path)
 
 
+def test_a_teacher_is_found_by_its_name_without_the_time(program: Path, teacher: Path, tmp_path: Path):
+    options = f"--accelerator cpu --fast_run --root_dir {teacher.parent} --teacher train_out"
+    assert f"--teacher train_out: the run is {teacher}" in call(f"{program}/train.py {options}", tmp_path).stdout
+
+
 def test_missing_or_unfinished_teacher_is_refused(program: Path, teacher: Path, tmp_path: Path):
     shutil.copytree(teacher, tmp_path / "unfinished", ignore=shutil.ignore_patterns("model.pt"))
-    for name, file in (("nowhere", "config.yaml"), ("unfinished", "model.pt")):
+    for name, words in (("nowhere", "no such run"), ("unfinished", "unfinished/model.pt")):
         error = call(f"{program}/train.py --accelerator cpu --teacher {name}", tmp_path, code=2).stderr
-        assert f"--teacher {name}: " in error and f"{name}/{file}" in error and len(error.splitlines()) == 1
+        assert f"--teacher {name}: " in error and words in error and len(error.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]

@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import fields
@@ -17,6 +19,7 @@ from conftest import (
     LONG,
     ON_2,
     PREEMPTED,
+    REPO,
     SLOW,
     SMALL,
     assert_same_best,
@@ -122,6 +125,20 @@ def test_with_nohup_a_hangup_changes_nothing(tmp_path):
     process.terminate()
     process.communicate()
     assert process.returncode == PREEMPTED
+
+
+@pytest.mark.parametrize("devices", ["", ON_2])
+def test_a_limit_of_time_stops_the_run_and_the_same_command_goes_on(devices: str, whole, tmp_path):
+    """`timeout` ends its command as it does when the time is over: SIGALRM is what tells it."""
+    command = shlex.join([sys.executable, *f"{REPO}/{LONG} {devices} --resume auto".split()])
+    script = tmp_path / "limited.sh"
+    script.write_text(f"exec timeout --preserve-status 8h {command}\n")
+    cwd = tmp_path / "run"
+    cwd.mkdir()
+    done = interrupt(str(script), cwd, lambda process: process.send_signal(signal.SIGALRM))
+    assert_stopped_and_saved(done, cwd)
+    run(str(script), cwd)
+    (assert_same_training if devices else assert_same_run)(cwd, whole)
 
 
 def test_sigterm_to_the_group_with_workers_saves_and_goes_on(whole, tmp_path):
