@@ -3,7 +3,9 @@ task, or on a key of `state`: all modules, optimizers, tensors and plain values 
 
 import os
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,7 @@ def check_state(state: dict):
     check_plain(state)
     for value in state.values():
         if isinstance(value, nn.Module):
-            value.load_state_dict(copied(value.state_dict()))  # fails now if it would fail on a resume
+            value.load_state_dict(deepcopy(value.state_dict()))  # fails now if it would fail on a resume
 
 
 def check_plain(state: dict):
@@ -147,9 +149,14 @@ def check_plain_value(value: Any, name: str):
         )
 
 
-def copied(value: Any) -> Any:
-    """A plain value with copies of its tensors."""
-    return apply_to_collection(value, Tensor, Tensor.clone)
+def with_tensors(function: Callable, value: Any) -> Any:
+    """A plain value with function(tensor) in place of each tensor."""
+    result = apply_to_collection(value, Tensor, function)
+    if isinstance(value, dict):  # a copy keeps the versions in a module's state_dict, which some modules need
+        items = result
+        result = copy(value)
+        result.update(items)
+    return result
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -166,7 +173,7 @@ def contents_of(state: dict) -> dict:
     contents = {}
     for name, value in state.items():
         saved = value.state_dict() if hasattr(value, "state_dict") else value
-        contents[name] = apply_to_collection(saved, Tensor, compact)
+        contents[name] = with_tensors(compact, saved)
     return contents
 
 
@@ -217,12 +224,12 @@ def restore(fabric: Fabric, state: dict, saved: dict, now: dict) -> list:
     for name, current in state.items():
         if name not in saved:
             continue
-        value = copied(saved[name])  # otherwise it would stay backed by the file
+        value = with_tensors(Tensor.clone, saved[name])  # otherwise it would stay backed by the file
         if name in now["optimizers"]:
             restore_optimizer(current, value, now["optimizers"][name], about["optimizers"][name])
             continue
         if name not in about["on_cpu"]:
-            value = fabric.to_device(value)
+            value = with_tensors(fabric.to_device, value)
         if isinstance(current, Tensor) and isinstance(value, Tensor):
             current.data = value.to(current.device)  # in place: the loop may have a reference to it
         elif not hasattr(current, "state_dict"):

@@ -130,7 +130,8 @@ class Debugging:
     fast_run: int = field(default=0, nargs="?", const=2, metavar="N")
     limit_train_batches: int | float = 1.0  # Effective batches per epoch: a count (5) or a fraction (0.1); 1.0: all
     limit_val_batches: int | float = 1.0  # Effective batches per validation; 0: none, then monitor train/loss
-    num_sanity_val_steps: int = 2  # Validation batches before the first step, to find mistakes early; at least 1 runs
+    # Validation batches before the first step, at least 1 runs; give more if a metric needs all classes
+    num_sanity_val_steps: int = 2
     summary: bool = False  # Print the model's layers and its number of parameters
 
 

@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -126,6 +127,8 @@ class ResumableDDP(DDPStrategy):
         streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DDP refuses a model in which nothing is trained
+        # Fails with the name of a tensor that cannot be written into, as an expanded one; DDP would not name it.
+        module.load_state_dict(deepcopy(module.state_dict()))
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(
             module,
@@ -133,7 +136,9 @@ class ResumableDDP(DDPStrategy):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=True,  # without a copy of the gradients
         )
-        if not self.find_unused_parameters:  # otherwise DDP keeps its first order
+        embeddings = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+        has_sparse = any(layer.sparse for layer in embeddings)  # gradients, which order_buckets does not make
+        if not self.find_unused_parameters and not has_sparse:  # otherwise DDP keeps its first order
             order_buckets(ddp)
         return ddp
 

@@ -304,6 +304,8 @@ class RunDir:
             if isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex()):
                 # In float32: a norm in bfloat16 has three digits. abs: weights may be complex.
                 norms[name] = torch.linalg.vector_norm(tensor.detach().abs().float())
+                if not tensor.requires_grad:  # may be a mask of -inf
+                    norms[name] = norms[name].nan_to_num(math.nan, 0)
         norm = float(nn.utils.get_total_norm(norms.values()))  # waits for the device, once
         norm_of_rank_0 = self.fabric.broadcast(norm)
         other = difference({"weights are those of rank 0": math.isclose(norm, norm_of_rank_0, rel_tol=1e-5)})

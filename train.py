@@ -64,7 +64,13 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 
 
 def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
-    """The metrics of a validation and of test.py."""
+    """The metrics of a validation and of test.py.
+
+    A number that `compute` returns is averaged over the ranks. A score that is no mean, such as most of scikit-learn,
+    needs the samples of all ranks: write a Metric of torchmetrics with `self.add_state("scores", [],
+    dist_reduce_fx="cat")`, and append a tensor with a row per sample in `update`. In `compute`,
+    `dim_zero_cat(self.scores)` of torchmetrics.utilities has the rows of all ranks.
+    """
     accuracy = MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)
     return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # each metric has a state of its own
 
@@ -98,7 +104,10 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
         means.add(values, count)
         metrics.update(*outputs)
     model.train(was_training)
-    return means.take(metrics.compute())  # waits for the device
+    results = metrics.compute()
+    if not isinstance(results, dict):  # of a single metric
+        results = {"metric": results}
+    return means.take(results)  # waits for the device
 
 
 def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, Dataset], resources: ExitStack) -> int:

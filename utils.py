@@ -230,7 +230,8 @@ class Means:
         """The means by name, and other results, such as those of metrics, with one wait for the device. A scalar result
         becomes its mean over the ranks. A result replaces a mean of the same name."""
         others = {}
-        for name, value in results.items():
+        for key, value in results.items():
+            name = str(key)
             if is_scalar(value):
                 self.set(name, 0, 0)
                 self.add({name: value})
@@ -283,9 +284,10 @@ def parameters_of(optimizer: Any) -> list:
 
 
 def set_lr(group: dict, lr: float):
-    """Sets the learning rate of a parameter group. Some optimizers keep it in a tensor."""
+    """Sets the learning rate of a parameter group. Some optimizers keep it in a tensor, which torch.optim gives to all
+    groups."""
     if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
+        group["lr"] = torch.full_like(group["lr"], lr)
     else:
         group["lr"] = lr
 
