@@ -389,7 +389,7 @@ def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: Ex
     half = (config.fast_run + 1) // 2
     config = replace(
         config,
-        root_dir=fabric.broadcast(folder),
+        out_dir=f"{fabric.broadcast(folder)}/run",  # absolute; an option may name a run in root_dir
         max_steps=config.fast_run,
         early_stopping_patience=0,
         limit_train_batches=half,  # so there are two epochs: what happens between them is tried, too

@@ -153,7 +153,7 @@ def test_activation_checkpointing_computes_the_first_part_twice_and_the_same_in_
     """With dropout. 20 steps of 4 micro-batches."""
     forwards = {}
     for name, edit in (("plain", copy_programs), ("edited", lambda folder: edited(CHECKPOINTING, folder))):
-        program = insert_after(edit(tmp_path / f"program of {name}"), "set-up is done", FORWARDS)
+        program = insert_after(edit(tmp_path / f"program_{name}"), "set-up is done", FORWARDS)
         (tmp_path / name).mkdir()
         command = f"{program}/train.py {SMALL} --micro_batch_size 16 --dropout 0.5 {options}"
         forwards[name] = call(command, tmp_path / name).stdout.count("forward\n")

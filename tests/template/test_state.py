@@ -377,6 +377,12 @@ def test_what_is_not_restored_shows_in_a_rehearsal(program: Path, cwd: Path):
     assert re.findall("^seen .*", printed, re.MULTILINE) == ["seen 0 0", "seen 2 0"]
 
 
+@pytest.mark.parametrize("out_dir", ["runs/mine", "{cwd}/runs/mine"])
+def test_a_rehearsal_leaves_nothing_behind_wherever_the_run_would_be(out_dir: str, cwd: Path):
+    call(f"{REHEARSAL} --out_dir {out_dir.format(cwd=cwd)}", cwd)
+    assert list(cwd.iterdir()) == []
+
+
 STOPPED = "train.py: error: --fast_run was stopped by a signal, and leaves nothing behind\n"
 
 
