@@ -256,6 +256,8 @@ def explain(error: Exception):
         error.add_note(
             "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
         )
+    if "DataLoader timed out" in words:
+        error.add_note("if a data worker has failed, its message is above: /dev/shm may be full; otherwise it hangs")
     if "finished reduction in the prior iteration" in words:
         error.add_note("parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true")
 

@@ -296,7 +296,7 @@ def test_a_worker_that_delivers_nothing_ends_the_evaluation(finished: Path, tmp_
         if process.poll() is None:
             kill_group(process)
     assert process.returncode == 1
-    assert error.splitlines()[-1] == "RuntimeError: DataLoader timed out after 3.0 seconds"
+    assert error.splitlines()[-2] == "RuntimeError: DataLoader timed out after 3.0 seconds"
 
 
 def test_a_mistake_in_the_code_of_the_data_is_not_taken_for_a_wrong_data_dir(finished: Path, tmp_path: Path):
