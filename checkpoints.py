@@ -5,7 +5,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy, deepcopy
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def check_state(state: dict):
     check_plain(state)
     for value in state.values():
         if isinstance(value, nn.Module):
-            value.load_state_dict(deepcopy(value.state_dict()))  # fails now if it would fail on a resume
+            value.load_state_dict(with_tensors(copied, value.state_dict()))  # fails now if it would fail on a resume
 
 
 def check_plain(state: dict):
@@ -159,10 +159,19 @@ def with_tensors(function: Callable, value: Any) -> Any:
     return result
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is of no subclass. Those of 8-bit optimizers have no storage, and no method to clone them."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if is_plain(tensor) else tensor
+
+
 def compact(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is a part of a larger one, which torch.save would save as a whole."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes:
+    has_storage = is_plain(tensor) and tensor.layout == torch.strided
+    if has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()
     return tensor
 
@@ -224,7 +233,7 @@ def restore(fabric: Fabric, state: dict, saved: dict, now: dict) -> list:
     for name, current in state.items():
         if name not in saved:
             continue
-        value = with_tensors(Tensor.clone, saved[name])  # otherwise it would stay backed by the file
+        value = with_tensors(copied, saved[name])  # otherwise it would stay backed by the file
         if name in now["optimizers"]:
             restore_optimizer(current, value, now["optimizers"][name], about["optimizers"][name])
             continue

@@ -70,7 +70,8 @@ def report(cwd: Path) -> dict:
 
 # ---- optimizers
 
-# As the 8-bit optimizers of torchao: the state is a tensor subclass, which torch loads once it is told that it is safe.
+# As the 8-bit optimizers of torchao: the state is a tensor subclass that cannot be cloned. torch loads it once it is
+# told that it is safe.
 HALVED = '''
 import torch
 from torch.utils._pytree import tree_map
@@ -92,8 +93,10 @@ class Halved(torch.Tensor):
         if function is aten.copy_.default:
             args[0].kept.copy_(args[1].kept if isinstance(args[1], cls) else args[1])
             return args[0]
-        if function in (aten.clone.default, aten.detach.default):
+        if function is aten.detach.default:
             return cls(function(args[0].kept))
+        if function is aten.clone.default:
+            raise NotImplementedError("clone")
         if function is aten._to_copy.default:
             return cls(args[0].kept.to(kwargs.get("device")))
         args, kwargs = tree_map(lambda x: x.kept.float() if isinstance(x, cls) else x, (args, kwargs or {}))
