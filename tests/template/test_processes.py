@@ -29,6 +29,7 @@ from conftest import (
     end_of,
     history,
     is_lost,
+    is_running,
     kill_group,
     last_summary,
     newest,
@@ -132,6 +133,16 @@ def test_what_an_earlier_launch_has_left_in_the_shell_does_no_harm(left: str, tm
     values = {"MASTER_ADDR": "192.0.2.1", "LOCAL_RANK": "0"}
     done = run(f"train.py {SMALL} {ON_2} --epochs 1 --timeout 60", tmp_path, **{left: values[left]})
     assert "64 = 2 device(s)" in done.stdout and "finished after 4 of 4 steps" in done.stdout
+
+
+def test_a_run_outlives_its_shell_also_where_a_rank_was_left_in_it(tmp_path):
+    """A process that Fabric or torchrun has started ends with them."""
+    command = f"{sys.executable} {REPO}/train.py {SMALL} --epochs 100 --logger_name csv"
+    wait = "until compgen -G '*-train_out/checkpoints/*.ckpt'; do sleep 0.1; done"
+    (tmp_path / "script.sh").write_text(f"nohup {command} > log 2>&1 &\n{wait}\necho $!\n")
+    pid = int(run(f"{tmp_path}/script.sh", tmp_path, LOCAL_RANK="0").stdout.split()[-1])
+    wait_for(lambda: not is_running(pid))
+    assert last_summary(tmp_path)["state"] == "finished"
 
 
 def test_a_port_that_is_in_use_is_told_in_the_last_line(tmp_path):
