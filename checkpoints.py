@@ -81,7 +81,10 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
             other.rename(f"{other}.damaged")
         return path
     if damaged or "checkpoint" in read_summary(run_dir):
-        raise RunError(f"no checkpoint in {run_dir / 'checkpoints'} can be read; nothing was changed")
+        folder = run_dir / "checkpoints"
+        raise RunError(
+            f"no checkpoint in {folder} can be read: test.py --checkpoint last says why; nothing was changed"
+        )
     return None
 
 

@@ -277,13 +277,14 @@ class RunDir:
         is one. Deletes all step-*.ckpt but the newest `num_checkpoint_keep`.
 
         Raises:
-            RunError: The state could not be loaded again, or the weights are not finite, or differ between the ranks.
+            RunError: The state could not be restored, or the weights are not finite, or differ between the ranks.
         """
         if not (self.has_best() or self.config.checkpoint_frequency or self.config.checkpoint_interval):
             is_best = False
         if not (is_regular or is_best):
             return
         self.check_weights(step)
+        self.check_groups()
         contents = checkpoints.contents_of(self.state)
         is_cpu = self.fabric.device.type == "cpu"
         contents["checkpoint"] = self.description | {
@@ -319,6 +320,16 @@ class RunDir:
             names = [name for name, value in norms.items() if not value.isfinite()]
             names = self.fabric.broadcast(names)
             raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}")
+
+    def check_groups(self):
+        """Raises RunError if an optimizer trains other parameters than as it was built: a resume builds it again."""
+        optimizers = checkpoints.describe_optimizers(self.state)
+        for name, about in self.description["optimizers"].items():
+            if optimizers[name]["parameters"] != about["parameters"]:
+                raise RunError(
+                    f"state[{name!r}] trains other parameters than at `run.restore()`, so a resume could not restore "
+                    "it: add all groups before, those of later with a learning rate of 0"
+                )
 
     def write_checkpoint(self, contents: dict, step: int, is_regular: bool, is_best: bool):
         for logger in self.loggers:

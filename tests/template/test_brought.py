@@ -156,6 +156,33 @@ def test_a_learning_rate_in_a_tensor_is_that_of_its_group(program: Path, tmp_pat
     assert_same_training(resumed(f"{of_tensor}/train.py {FEW}", tmp_path), as_number)
 
 
+LATE = """
+if step == 5:
+    optimizer.add_param_group({"params": model.module.layers[0].parameters()})
+"""
+
+
+def test_a_group_that_is_added_while_the_run_trains_is_refused_at_the_next_save(program: Path, cwd: Path):
+    """A resume builds the optimizer without it, and could not restore it."""
+    replace(program, "optimizer", "torch.optim.AdamW(model.module.layers[1:].parameters(), fused=True)")
+    insert_after(program, "step is done", LATE)
+    error = call(f"{program}/train.py {FEW} --epochs 2", cwd, code=1).stderr
+    assert "state['optimizer'] trains other parameters than at `run.restore()`" in error and "Traceback" not in error
+    assert sorted(path.name for path in run_dir(cwd).glob("checkpoints/step-*")) == ["step-00000004.ckpt"]
+
+
+def test_a_tensor_subclass_that_torch_is_not_told_of_is_named(program: Path, cwd: Path):
+    """The import comes after the checkpoint is chosen: so the program cannot read it."""
+    (copy_programs(program) / "halved.py").write_text(HALVED)
+    insert_before(program, "set up model", "from halved import HalvedMomentum")
+    replace(program, "optimizer", "HalvedMomentum(model.parameters())")
+    run(f"{program}/train.py {FEW} --epochs 1", cwd)
+    error = run(f"{program}/train.py --resume auto --epochs 2", cwd, code=1).stderr
+    assert "can be read: test.py --checkpoint last says why; nothing was changed" in error
+    error = run(f"{program}/test.py --checkpoint last --accelerator cpu", cwd, code=1).stderr
+    assert "Unsupported global: GLOBAL halved.Halved" in error
+
+
 # ---- sparse gradients
 
 BAG = """

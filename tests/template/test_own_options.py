@@ -100,17 +100,20 @@ def test_an_option_that_is_added_may_be_zero_or_negative(default: str, tmp_path:
 
 @pytest.mark.parametrize("source", ["command line", "file", "default"])
 def test_a_list_may_have_negative_numbers_with_an_exponent(source: str, tmp_path: Path):
-    """argparse before Python 3.14 takes them for options."""
+    """argparse before Python 3.14 takes them for options. A resume and test.py read them from config.yaml."""
     values = [-1e-05, 0.5, -2e300, -3.0]
     words = "-1e-5 .5 -2E+300 -3"
     default = "(-1e-5, 0.5, -2e300, -3.0)" if source == "default" else "(1.0,)"
     program = with_fields(tmp_path / "program", f"    shifts: tuple[float, ...] = {default}")
     options = {"command line": f"--shifts {words}", "file": "--config_path shifts.yaml", "default": ""}[source]
+    insert_before(program, "model", 'print("shifts", *config.shifts)')
     (tmp_path / "shifts.yaml").write_text(f"shifts: [{', '.join(words.split())}]\n")
     call(f"{program}/train.py {SMALL} --max_steps 1 {options}", tmp_path)
     assert yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())["shifts"] == values
     resumed = call(f"{program}/train.py --resume auto --max_steps 2", tmp_path).stdout
-    assert "--max_steps 2 instead of 1" in resumed and "shifts" not in resumed
+    assert "--max_steps 2 instead of 1" in resumed and "--shifts" not in resumed
+    for printed in (resumed, call(f"{program}/test.py --accelerator cpu", tmp_path).stdout):
+        assert "shifts -1e-05 0.5 -2e+300 -3.0\n" in printed
 
 
 def test_the_mode_of_a_default_does_not_outlive_its_monitor(tmp_path: Path):

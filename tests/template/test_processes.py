@@ -390,8 +390,8 @@ def test_damaged_checkpoints_are_told_by_rank_0_alone(launcher: str, tmp_path):
     for path in folder.glob("checkpoints/*.ckpt"):
         truncate(path)
     line = refused_resume(launcher, tmp_path, code=1)
-    words = f"no checkpoint in {folder.name}/checkpoints can be read; nothing was changed"
-    assert line == f"train.py: error: rank 0: {words}"
+    words = f"no checkpoint in {folder.name}/checkpoints can be read: test.py --checkpoint last says why"
+    assert line == f"train.py: error: rank 0: {words}; nothing was changed"
 
 
 # ---- ranks that are not alike
