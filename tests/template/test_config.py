@@ -420,7 +420,7 @@ def test_text_that_is_quoted_or_like_null_is_text(text: str, comment: str):
         {"limit_train_batches": 0.5, "limit_val_batches": 7, "num_sanity_val_steps": 0, "summary": True},
         {"devices": "0,2", "accelerator": "gpu", "strategy": "ddp", "precision": "16-mixed", "micro_batch_size": 8},
         {"comment": "a: b # c 'd' \"e\" - ü 测试", "project": "2026", "out_dir": "1e-3", "root_dir": "a b/c"},
-        {"comment": "two\nlines\n", "out_dir": "yes", "root_dir": "~/runs", "project": " x "},
+        {"comment": "two\nlines\n", "out_dir": "yes", "root_dir": "runs/~", "project": " x "},
         {"comment": "--x", "project": "--x"},
         {"comment": "", "project": "null"},
     ],
@@ -556,6 +556,12 @@ def test_a_tilde_is_the_home_directory(monkeypatch, tmp_path: Path):
         assert parse_test(f"--out_dir {name}".split()).out_dir == run_dir
     (home / "runs/20260101-000000-x/best.ckpt").touch()
     assert parse_test(["--checkpoint", "~/runs/20260101-000000-x/best.ckpt"]).out_dir == run_dir
+
+
+def test_a_tilde_in_a_config_that_is_made_in_python_is_refused():
+    """Else the run would be in a directory of this name, or its config.yaml would tell another one."""
+    with pytest.raises(ConfigError, match=r"--root_dir ~/runs would be read as /.*/runs$"):
+        to_yaml(TrainConfig(root_dir="~/runs"))
 
 
 def test_resume_of_a_name_means_its_newest_run_and_says_which(capsys):
