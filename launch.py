@@ -216,6 +216,8 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         code = 1
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
         if is_lost_connection(error):
+            if is_child_of_fabric():
+                time.sleep(1)  # if rank 0 has ended, and said why, the system ends this process meanwhile
             words = str(error).split(". ")[0]
             message = (
                 f"{rank}another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
