@@ -330,6 +330,7 @@ def test_an_error_of_one_rank_is_told_at_once_by_that_rank(fails: int, frozen: i
     assert any(line.strip() == error for line in lines)
     assert not [line for line in lines if is_lost(line, timeout=40)]
     if frozen == 0:
+        wait_for(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())  # it is frozen by now
         process.send_signal(signal.SIGCONT)
     others = process.stderr.read().splitlines()
     assert process.wait() == 1
