@@ -1,26 +1,13 @@
-"""The edits of recipes/data.md: a mean over tokens, and two data sets in a step."""
+"""The edit of recipes/data.md: a mean over tokens."""
 
 from pathlib import Path
 
 import pytest
-from conftest import (
-    LONG,
-    ON_2,
-    SMALL,
-    assert_same_run,
-    assert_same_training,
-    call,
-    diffs,
-    edited,
-    history,
-    killed_and_resumed,
-    on_one_and_two,
-    run,
-)
+from conftest import ON_2, SMALL, call, diffs, edited, history, run
 from edits import insert_after, replace
 
 pytestmark = pytest.mark.recipes
-TOKENS, TWO_SETS = diffs("recipes/data.md")
+(TOKENS,) = diffs("recipes/data.md")
 STEPS = f"{SMALL} --max_steps 8 --log_interval 1 --dropout 0"
 
 
@@ -68,19 +55,3 @@ def test_without_the_edit_it_is_not(tmp_path):
     program = with_ignored_targets(tmp_path / "program")
     whole = losses(program, "", tmp_path / "64")
     assert losses(program, "--micro_batch_size 16", tmp_path / "4 x 16") != pytest.approx(whole, rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    return edited(TWO_SETS, tmp_path_factory.mktemp("program"))
-
-
-def test_two_data_sets_are_resumed_exactly(program, tmp_path):
-    whole, killed = killed_and_resumed(f"{program}/{LONG} --epochs 12", tmp_path)
-    assert_same_run(killed, whole)
-    assert "train/entropy" in history(whole)[0]
-
-
-def test_two_data_sets_on_two_processes(program, tmp_path):
-    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
-    assert_same_training(two, one)
