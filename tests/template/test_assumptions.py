@@ -404,7 +404,7 @@ def test_a_tensor_of_a_mapped_file_stays_in_the_file_until_it_is_cloned(tmp_path
 
     loaded = checkpoints.load(path)
     assert is_mapped()
-    mine = checkpoints.copied(loaded)
+    mine = checkpoints.with_tensors(checkpoints.copied, loaded)
     del loaded
     assert not is_mapped() and mine["weights"].sum() == 100_000
 
@@ -584,9 +584,9 @@ calls = {{
 for name, call in calls.items():
     try:
         call(groups[name])
-        print(name, "was answered")
+        print(name, "was answered", flush=True)
     except Exception as error:
-        print(name, launch.is_lost_connection(error), "gloo" in str(error), repr(error))
+        print(name, launch.is_lost_connection(error), "gloo" in str(error), repr(error), flush=True)
 open("done", "w").close()
 os._exit(0)
 """

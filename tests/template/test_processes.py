@@ -460,10 +460,9 @@ def test_a_value_that_one_rank_alone_returns_is_named_with_those_of_both(where: 
     if where == "True":
         others = "accuracy, loss, more, three", "accuracy, loss, three"
     words = f"names of the values: {others[0]} on rank 1 ({os.uname().nodename}), {others[1]} on rank 0"
-    for rank in range(2):
-        line = f"train.py: error: rank {rank}: compute_loss and metrics must give the same names on all ranks: {words}"
-        assert line in lines
-    assert len(lines) == 2
+    told = f"compute_loss and metrics must give the same names on all ranks: {words}"
+    assert f"train.py: error: rank 0: {told}" in lines  # rank 1 may end with rank 0 before it has said so, too
+    assert {*lines} <= {f"train.py: error: rank {rank}: {told}" for rank in range(2)}
     assert len([*cwd.iterdir()]) == made
 
 
@@ -479,7 +478,8 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
         "model.unused.weight (2, 4), model.unused.bias (2,): no gradient in the first step; "
         "if that is right, give --strategy ddp_find_unused_parameters_true"
     )
-    assert sorted(lines) == [f"train.py: error: rank {rank}: {words}" for rank in range(2)]
+    assert f"train.py: error: rank 0: {words}" in lines
+    assert {*lines} <= {f"train.py: error: rank {rank}: {words}" for rank in range(2)}
     assert not [*cwd.iterdir()]
     done = run(f"{repo}/train.py {SMALL} --devices 2 --strategy ddp_find_unused_parameters_true", cwd)
     assert "finished after 20 of 20 steps" in done.stdout
