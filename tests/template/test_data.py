@@ -15,7 +15,7 @@ from edits import replace
 from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from data import ImageDataset, Loader, SeededBatches, TrainSampler, build_datasets, eval_batches
 from utils import Plan, make_plan
 
@@ -111,6 +111,25 @@ def test_a_loader_gives_the_batches_from_any_step_on_without_end(first: int, num
         for sampler.step in range(0, 8, 2):
             expected += [indices.tolist() for _, indices in sampler]
     assert found == expected[4 * first :]
+
+
+def test_a_sampler_draws_from_the_whole_of_its_own_dataset():
+    """Also from another one than the plan was made for, as for a second stream of data."""
+    sampler = train_sampler()
+    sampler.dataset = range(300)
+    seen = set()
+    for sampler.step in range(0, 40 * STEPS, STEPS):
+        flat = np.concatenate([indices for _, indices in sampler]).tolist()
+        assert len(flat) == len(set(flat)) == STEPS * EFFECTIVE
+        seen |= set(flat)
+    assert seen == set(range(300))
+
+
+def test_a_dataset_with_too_few_samples_for_an_epoch_is_refused():
+    sampler = train_sampler()
+    sampler.dataset = range(50)
+    with pytest.raises(ConfigError, match="^an epoch needs 96 indices, but range gives 50$"):
+        next(iter(sampler))
 
 
 # ---- the order of an evaluation
