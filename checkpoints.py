@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from cli import read_summary, say
 from config import RunError
+from launch import check_loadable
 from utils import atomically, parameters_of
 
 FORMAT = 3  # of checkpoints
@@ -126,7 +127,7 @@ def check_state(state: dict):
     check_plain(state)
     for value in state.values():
         if isinstance(value, nn.Module):
-            value.load_state_dict(with_tensors(copied, value.state_dict()))  # fails now if it would fail on a resume
+            check_loadable(value)
 
 
 def check_plain(state: dict):
@@ -154,11 +155,11 @@ def check_plain_value(value: Any, name: str):
 
 def with_tensors(function: Callable, value: Any) -> Any:
     """A plain value with function(tensor) in place of each tensor."""
-    result = apply_to_collection(value, Tensor, function)
-    if isinstance(value, dict):  # a copy keeps the versions in a module's state_dict, which some modules need
-        items = result
-        result = copy(value)
-        result.update(items)
+    items = apply_to_collection(value, Tensor, function)
+    if not isinstance(value, dict):
+        return items
+    result = copy(value)  # keeps the versions in a module's state_dict, which some modules need
+    result.update(items)
     return result
 
 

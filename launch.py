@@ -13,7 +13,6 @@ import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from copy import deepcopy
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -127,8 +126,7 @@ class ResumableDDP(DDPStrategy):
         streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DDP refuses a model in which nothing is trained
-        # Fails with the name of a tensor that cannot be written into, as an expanded one; DDP would not name it.
-        module.load_state_dict(deepcopy(module.state_dict()))
+        check_loadable(module)  # DDP fails, too, but without the name
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(
             module,
@@ -141,6 +139,16 @@ class ResumableDDP(DDPStrategy):
         if not self.find_unused_parameters and not has_sparse:  # otherwise DDP keeps its first order
             order_buckets(ddp)
         return ddp
+
+
+def check_loadable(module: nn.Module):
+    """Loads a copy of the module's own state_dict. So what would fail on a resume fails now, with its name, such as an
+    expanded tensor, which cannot be written into."""
+    state = module.state_dict()
+    for name, value in state.items():
+        if type(value) is Tensor:  # subclasses may have no method to clone them
+            state[name] = value.clone()
+    module.load_state_dict(state)
 
 
 def order_buckets(ddp: DistributedDataParallel):

@@ -180,7 +180,7 @@ class RunDir:
 
     def start(self, step: int, console: Console):
         """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
-        checkpoints.describe_optimizers(self.state)  # fails if the first step has replaced a parameter
+        self.check_optimizers()
         for name in self.state.keys() - self.names:
             raise RunError(f"state: {name} came after `run.restore()`, so a resume would not restore it")
         self.check_gradients(console)
@@ -284,7 +284,7 @@ class RunDir:
         if not (is_regular or is_best):
             return
         self.check_weights(step)
-        self.check_groups()
+        self.check_optimizers()
         contents = checkpoints.contents_of(self.state)
         is_cpu = self.fabric.device.type == "cpu"
         contents["checkpoint"] = self.description | {
@@ -321,8 +321,8 @@ class RunDir:
             names = self.fabric.broadcast(names)
             raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}")
 
-    def check_groups(self):
-        """Raises RunError if an optimizer trains other parameters than as it was built: a resume builds it again."""
+    def check_optimizers(self):
+        """Raises RunError if an optimizer trains other parameters than as it was built, which a resume builds again."""
         optimizers = checkpoints.describe_optimizers(self.state)
         for name, about in self.description["optimizers"].items():
             if optimizers[name]["parameters"] != about["parameters"]:

@@ -215,6 +215,13 @@ def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Pop
     ]
 
 
+def assert_told_by_ranks(error: str, words: str, program: str = "train.py") -> None:
+    """Two ranks have found the same, and each says it in a line. Rank 1 may end with rank 0 before it has done so."""
+    of_rank_0, of_rank_1 = (f"{program}: error: rank {rank}: {words}" for rank in (0, 1))
+    assert of_rank_0 in error.splitlines()
+    assert {*error.splitlines()} <= {of_rank_0, of_rank_1}
+
+
 def assert_whole_checkpoints(cwd: Path) -> None:
     assert [torch.load(path, weights_only=True) for path in cwd.glob("*/checkpoints/*.ckpt")]
 
@@ -326,6 +333,19 @@ def diffs(page: str) -> list[str]:
 def edited(diff: str, folder: Path) -> Path:
     """A copy of the programs in `folder`, with the diff applied."""
     return apply(diff, copy_programs(folder))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Where a test puts its copy of the programs."""
+    return tmp_path / "program"
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    """An empty folder beside the program."""
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
 
 
 @pytest.fixture(scope="module")

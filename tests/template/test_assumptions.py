@@ -419,7 +419,7 @@ def test_torch_saves_all_of_a_tensor_with_a_slice_of_it(tmp_path):
 
 
 def test_apply_to_collection_changes_tensors_alone():
-    """checkpoints.copied, compact and on_cpu use this function of lightning_utilities, which comes with Fabric."""
+    """checkpoints.with_tensors and on_cpu use this function of lightning_utilities, which comes with Fabric."""
     plain = {"a": [torch.ones(2), 1, "text", None, (2.5, True)], 3: {"b": torch.zeros(1)}, "empty": {}}
     found = apply_to_collection(plain, Tensor, lambda tensor: tensor + 1)
     assert [found["a"][0].tolist(), found[3]["b"].tolist()] == [[2, 2], [1]]

@@ -25,17 +25,6 @@ FEW = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 METRIC = '__import__("torchmetrics").Metric'
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    return tmp_path / "program"
-
-
-@pytest.fixture
-def cwd(tmp_path: Path) -> Path:
-    (tmp_path / "cwd").mkdir()
-    return tmp_path / "cwd"
-
-
 def refused(command: str, cwd: Path) -> str:
     """What a run says that ends with code 1 and leaves nothing behind."""
     how = run if ON_2 in command else call

@@ -35,11 +35,6 @@ def stopped(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def program(tmp_path) -> Path:
-    return tmp_path / "program"
-
-
 def refused(program: Path, cwd: Path, code: int = 2) -> str:
     """The one line of a resume that is refused, and changes nothing."""
     before = without_locks(run_dir(cwd))

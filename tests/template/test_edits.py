@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, SMALL, call, history, killed_and_resumed, run, run_dir, without_locks
+from conftest import (
+    LONG,
+    ON_2,
+    SMALL,
+    assert_told_by_ranks,
+    call,
+    history,
+    killed_and_resumed,
+    run,
+    run_dir,
+    without_locks,
+)
 from edits import insert_after, insert_before, replace
 
 # Stands before `build_datasets`, which it replaces: SAMPLE is what the datasets give for an image and its target.
@@ -31,18 +42,6 @@ def build_datasets(*args, **options):
 
 
 def images_of("""
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    return tmp_path / "program"
-
-
-@pytest.fixture
-def cwd(tmp_path: Path) -> Path:
-    """An empty folder beside the program."""
-    (tmp_path / "cwd").mkdir()
-    return tmp_path / "cwd"
 
 
 def with_samples(program: Path, sample: str) -> None:
@@ -374,8 +373,7 @@ def test_what_compute_loss_must_return_is_told_in_one_line(
 def test_a_loss_that_is_not_finite_on_one_rank_ends_each_of_them_in_one_line(program: Path, cwd: Path):
     replace(program, "values", f'{{"loss": {LOSS} / (0 if __import__("os").environ.get("LOCAL_RANK") == "1" else 1)}}')
     error = run(f"{program}/train.py {SMALL} {ON_2} {NO_VALIDATION}", cwd, code=1).stderr
-    told = {f"train.py: error: rank {rank}: compute_loss: `loss` is inf in the first step" for rank in (0, 1)}
-    assert {*error.splitlines()} <= told and "rank 0: " in error
+    assert_told_by_ranks(error, "compute_loss: `loss` is inf in the first step")
     assert list(cwd.iterdir()) == []
 
 

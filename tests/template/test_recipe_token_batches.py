@@ -219,7 +219,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_tokens(
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
-    """Also with data workers, and a resume on two processes is the same up to rounding."""
+    """Also with data workers."""
     whole, _ = killed_and_resumed(f"{program}/{SHORT}", tmp_path)
     (tmp_path / "workers").mkdir()
     call(f"{program}/{SHORT} --num_workers 2", tmp_path / "workers")

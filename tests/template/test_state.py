@@ -76,21 +76,10 @@ class Lookahead(torch.optim.Optimizer):
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
-    return tmp_path / "program"
-
-
-@pytest.fixture
 def whole(tmp_path: Path) -> Path:
     """Where the run is that is never interrupted; `cwd` is for the other."""
     (tmp_path / "whole").mkdir()
     return tmp_path / "whole"
-
-
-@pytest.fixture
-def cwd(tmp_path: Path) -> Path:
-    (tmp_path / "cwd").mkdir()
-    return tmp_path / "cwd"
 
 
 def checkpoint(cwd: Path, name: str) -> dict:
