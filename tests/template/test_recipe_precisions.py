@@ -35,8 +35,10 @@ TRAINED = {
     "reinforcement": "",
     "sam": "",
     "segmentation": "",
+    "semi_supervised": "--labels_per_class 8",
     "sharded": "--strategy model_parallel",
     "text_classification": "",
+    "token_batches": "",
     "two_models": "",
 }
 WITH_STATE = ("ema", "gan", "hard_examples", "two_models")  # beside a model and an optimizer
@@ -81,4 +83,4 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 def test_every_other_kind_of_training_is_here():
     table = (RECIPES / "README.md").read_text().partition("## Other kinds of training")[2].partition("## ")[0]
     rows = [line.partition("](")[0].removeprefix("| [") for line in table.splitlines() if line.startswith("| [")]
-    assert len(rows) == 16 and set(rows) <= TRAINED.keys()
+    assert len(rows) == 18 and set(rows) <= TRAINED.keys()
