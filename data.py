@@ -6,6 +6,7 @@ devices, with exactly the remaining samples.
 """
 
 import fcntl
+import io
 import math
 import os
 import random
@@ -16,12 +17,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
@@ -209,6 +213,17 @@ class SeededBatches(Dataset):
         return self.collate([self.dataset[index] for index in indices.tolist()])
 
 
+def checksum(batch: Any) -> int | None:
+    """The checksum of a batch, which may be nested: the same on every device. None if the batch has an object that
+    cannot be saved."""
+    file = io.BytesIO()
+    with suppress(Exception):  # PicklingError, TypeError, ...
+        on_cpu = move_data_to_device(batch, torch.device("cpu"))
+        torch.save(apply_to_collection(on_cpu, Tensor, torch.clone), file)  # clone: without the rest of a larger tensor
+        return zlib.crc32(file.getbuffer())
+    return None
+
+
 class Loader(DataLoader):
     """The batches of a sampler, on the device. The worker processes are ended with `resources`. If one does not deliver
     within `config.timeout` seconds, the loop gets a RuntimeError."""
@@ -232,21 +247,72 @@ class Loader(DataLoader):
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
+        self.has_begun = False
+        self.first_checksum: int | None = None  # of the first batch in this process
+        self.first_batch: Any = None  # of the last step; None in the first step of this process
         if num_workers > 0:
             resources.callback(self.end_workers, set(active_children()))
 
     def __iter__(self) -> Iterator:
         if self.fabric.device.type != "cpu":  # as fabric.setup_dataloaders does, which would replace the sampler, too
-            return map(self.fabric.to_device, super().__iter__())
-        if self.num_workers > 0:
-            return super().__iter__()
-        return map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
+            batches = map(self.fabric.to_device, super().__iter__())
+        elif self.num_workers > 0:
+            batches = super().__iter__()
+        else:
+            batches = map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
+        if self.has_begun:
+            return batches
+        self.has_begun = True
+        first = next(batches)
+        self.first_checksum = checksum(first)  # before compute_loss, which may change the batch in place
+        return chain([first], batches)
 
-    def batches_from(self, step: int) -> Iterator:
-        """The training batches from a step on, counted from 0, without end.
+    def compare_first(self, name: str, cut: list, then: list | None, console) -> list:
+        """Returns `cut`, which tells how the batches are cut, and the checksum of the first one in this process. Prints
+        that it is another one than `then`, what was returned before; a checksum of None is not compared."""
+        now = [*cut, self.first_checksum]
+        if then and then[:-1] == cut and None not in (then[-1], now[-1]) and then != now:
+            console.print(f"{name} is another one than before: samples, labels, order or augmentation have changed")
+        return now
 
-        Each epoch has its own iterator, created when its first batch is requested. So workers do not run ahead into the
-        next epoch, whose order may depend on the training."""
+    def batches_from(self, step: int, trained: list | None = None, console=None) -> Iterator:
+        """The training batches from a step on, without end.
+
+        Args:
+            step: Steps of the run so far.
+            trained: `trained_batch()` of the last of them: the loader begins with that step, to compare its batch.
+            console: The Console that tells if the batch has changed.
+        """
+        plan = self.sampler.plan
+        # An order of one's own of an epoch that is over may have depended on the training.
+        can_compare = step % plan.steps_per_epoch > 0 or not hasattr(self.sampler.dataset, "order")
+        if trained and can_compare:
+            batches = self.epochs_from(step - 1)
+            for _ in range(plan.grad_accum_steps):
+                next(batches)
+            self.compare_first(f"the batch of step {step}", [plan.micro_batch_size], trained, console)
+        else:
+            batches = self.epochs_from(step)
+        first = next(batches)
+        self.first_checksum = checksum(first)
+        yield first
+        is_intact = checksum(first) == self.first_checksum
+        if not is_intact:  # compute_loss changes its batch in place
+            self.first_checksum = None
+        for number, batch in enumerate(batches, start=1):
+            if is_intact and number % plan.grad_accum_steps == 0:
+                self.first_batch = batch
+            yield batch
+
+    def trained_batch(self) -> list:
+        """The size and the checksum of the first micro-batch of the last step, as the loader gave it; None for a
+        checksum that is not known."""
+        found = self.first_checksum if self.first_batch is None else checksum(self.first_batch)
+        return [self.sampler.plan.micro_batch_size, found]
+
+    def epochs_from(self, step: int) -> Iterator:
+        """Each epoch has its own iterator, created when its first batch is requested. So workers do not run ahead into
+        the next epoch, whose order may depend on the training."""
         steps_per_epoch = self.sampler.plan.steps_per_epoch
         while True:
             self.sampler.step = step

@@ -298,6 +298,23 @@ class RunDir:
         }
         self.on_rank_zero(self.write_checkpoint, contents, step, is_regular, is_best)
 
+    def check_loss(self, loss: float, step: int):
+        """Raises RunError if the mean loss of the steps up to this one is not finite."""
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss is {loss} in the steps up to {step}{self.where_to_look(step)}, "
+                "or try a lower --base_lr or --max_grad_norm 1"
+            )
+
+    def where_to_look(self, step: int) -> str:
+        """A part of a line: the last checkpoint, and how to find the first step that went wrong, up to this one."""
+        found = checkpoints.checkpoints_of(self.path)
+        last = f"; the last checkpoint is {found[0]}" if found else ""
+        if (ROOT / "recipes" / "replay.py").exists() and not self.config.fast_run:
+            path = shlex.quote(str(self.path))
+            return f"{last}; look into the first such step with: python recipes/replay.py {path} --step {step}"
+        return f"{last}; find the first such step by --log_interval 1"
+
     def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
         norms = {}
@@ -319,7 +336,9 @@ class RunDir:
         if not math.isfinite(norm_of_rank_0):
             names = [name for name, value in norms.items() if not value.isfinite()]
             names = self.fabric.broadcast(names)
-            raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}")
+            raise RunError(
+                f"the weights are not finite after step {step}: {', '.join(names)}{self.where_to_look(step)}"
+            )
 
     def check_optimizers(self):
         """Raises RunError if an optimizer trains other parameters than as it was built, which a resume builds again."""

@@ -137,6 +137,8 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
         "precision": fabric.strategy.precision,  # has the gradient scaler of 16-mixed
         "means": means,  # of what compute_loss returned since the last log
         "step": 0,
+        "train_batch": None,  # checksum of the first micro-batch of the last step, to tell that data have changed
+        "val_batch": None,  # likewise of the first batch of a validation
         "micro_batch_size": 0,  # kept on a resume: dropout and augmentation depend on it
         "best": None,  # value of `monitor`
         "best_step": 0,
@@ -157,9 +159,11 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
     sanity_results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
     console = Console(fabric.is_global_zero, state["step"], plan.total_steps, config.monitor, run.resources)
     header(console, fabric, config, plan, run, model, saved_size)
+    cut = [plan.val_samples, plan.micro_batch_size, plan.world_size]
+    state["val_batch"] = val_loader.compare_first("the first validation batch", cut, state["val_batch"], console)
 
     # ---- the loop
-    batches = train_loader.batches_from(state["step"])
+    batches = train_loader.batches_from(state["step"], state["train_batch"], console)
     set_step_seed = seeder(fabric.device.type, "whole step", config.seed)
     set_seed = seeder(fabric.device.type, "step", config.seed)
     timer = utils.Timer(fabric.device, plan.micro_batch_size * plan.world_size)
@@ -210,7 +214,7 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
             row = {"epoch": step / plan.steps_per_epoch, "lr": lr}
             train_results = means.take({"grad_norm": grad_norm})  # waits for the device
             row.update({f"train/{name}": value for name, value in train_results.items()})
-            utils.check_finite(row["train/loss"], step)
+            run.check_loss(row["train/loss"], step)
             timer.stop()
             row.update(timer.take())
             row["peak_memory_mb"] = utils.peak_memory(fabric.device)
@@ -229,6 +233,7 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
         is_over = must_stop or plan.is_finished(step, state["bad_validations"])
         if is_save_step or is_best or is_over:
             timer.stop()
+            state["train_batch"] = train_loader.trained_batch()
             run.save(step, is_regular=is_save_step or is_over, is_best=is_best)
 
     is_finished = plan.is_finished(state["step"], state["bad_validations"])

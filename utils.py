@@ -183,15 +183,6 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str], device: to
         raise ConfigError(f"--monitor {monitor}: choose from {', '.join(names)}; val/ needs validation samples")
 
 
-def check_finite(loss: float, step: int):
-    """Raises RunError if the mean loss of the steps up to this one is not finite."""
-    if not math.isfinite(loss):
-        raise RunError(
-            f"the loss is {loss} in the steps up to {step}: "
-            "find the first such step by --log_interval 1, or try a lower --base_lr or --max_grad_norm 1"
-        )
-
-
 def is_better(value: float, best: float | None, mode: str) -> bool:
     """Whether a value is better than the best so far, which is None at first. A value that is not finite is not."""
     if not math.isfinite(value):
