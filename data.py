@@ -275,6 +275,15 @@ class Loader(DataLoader):
             console.print(f"{name} is another one than before: samples, labels, order or augmentation have changed")
         return now
 
+    def epochs_from(self, step: int) -> Iterator:
+        """The batches from a step on. Each epoch has its own iterator, created when its first batch is requested. So
+        workers do not run ahead into the next epoch, whose order may depend on the training."""
+        steps_per_epoch = self.sampler.plan.steps_per_epoch
+        while True:
+            self.sampler.step = step
+            yield from self
+            step += steps_per_epoch - step % steps_per_epoch  # the first of the next epoch
+
     def batches_from(self, step: int, trained: list | None = None, console=None) -> Iterator:
         """The training batches from a step on, without end.
 
@@ -299,6 +308,7 @@ class Loader(DataLoader):
         is_intact = checksum(first) == self.first_checksum
         if not is_intact:  # compute_loss changes its batch in place
             self.first_checksum = None
+        del first  # frees its memory
         for number, batch in enumerate(batches, start=1):
             if is_intact and number % plan.grad_accum_steps == 0:
                 self.first_batch = batch
@@ -309,15 +319,6 @@ class Loader(DataLoader):
         checksum that is not known."""
         found = self.first_checksum if self.first_batch is None else checksum(self.first_batch)
         return [self.sampler.plan.micro_batch_size, found]
-
-    def epochs_from(self, step: int) -> Iterator:
-        """Each epoch has its own iterator, created when its first batch is requested. So workers do not run ahead into
-        the next epoch, whose order may depend on the training."""
-        steps_per_epoch = self.sampler.plan.steps_per_epoch
-        while True:
-            self.sampler.step = step
-            yield from self
-            step += steps_per_epoch - step % steps_per_epoch  # the first of the next epoch
 
     def end_workers(self, others: set):
         """Ends the workers, also a frozen one, for which this process would wait at its end. `others` are the child
