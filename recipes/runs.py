@@ -12,7 +12,8 @@ which the last lines name. `--wide` shows all of it, `--format csv` all digits.
 
 A run is `running` while its process holds the lock; else `finished` or `failed` as summary.json says, or `interrupted`,
 also by a kill. `time` is that of all its starts up to the last validation, checkpoint or end, as in summary.json.
-`parameters` is shown where it differs. Files that cannot be read are named on stderr.
+`parameters` is shown where it differs. Of a fork, `parent` is the run and the step it began with, and `best` that of
+its own steps. Files that cannot be read are named on stderr.
 """
 
 import argparse
@@ -140,6 +141,12 @@ def read_rows(file) -> list[dict[str, str]]:
     return rows
 
 
+def read_parent(file) -> dict:
+    """The checkpoint with which recipes/fork.py has begun a run: the name of its run, and its step."""
+    parent = dict(json.load(file))
+    return {"name": Path(parent.get("path", "")).parent.parent.name, "step": int(parent.get("step", 0))}
+
+
 def mode_of(options: dict) -> str:
     """Whether the "max" or the "min" of the monitored value is best. The config of an older version may not tell."""
     if options.get("monitor_mode") in ("max", "min"):
@@ -159,13 +166,14 @@ def read_run(path: Path) -> Run:
     run = Run(path, options, read(path / "logs" / "csv" / "metrics.csv", read_rows, []))
     run.mode = mode_of(options)
     run.last = summary.get("last", {})
+    parent = read(path / "provenance" / "parent.json", read_parent, {})
 
     # The newest rows may be later than summary.json. Values of train/ are logged between two validations, too, when no
     # best one is chosen. Without a mode only the run itself knew which is best.
     best = summary.get("best")
     best_step = summary.get("best_step")
     monitor = options.get("monitor", "")
-    points = run.curve(monitor)
+    points = [point for point in run.curve(monitor) if point[0] > parent.get("step", 0)]
     if points and run.sign and monitor.startswith("val/"):
         best_step, best = max(points, key=lambda point: run.sign * point[1])
     steps = [int(row["step"]) for row in run.rows]
@@ -184,6 +192,7 @@ def read_run(path: Path) -> Run:
         "time": summary.get("seconds"),
         "state": state,
         "parameters": summary.get("parameters"),
+        "parent": f"{parent['name']} step {parent['step']}" if parent else None,
     }
     return run
 
@@ -210,9 +219,11 @@ def chosen(runs: list[Run], filters: list[str]) -> list[Run]:
     """The runs that pass all filters, such as `width=64`, `run=*-base-*`, `state!=failed`, `best>=0.9`."""
     for text in filters:
         found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
-        names = {"run", "parameters", *RESULTS, *(name for run in runs for name in run.options)}
+        names = {"run", "parent", "parameters", *RESULTS, *(name for run in runs for name in run.options)}
         if not found or found[1] not in names:
-            raise Mistake(f"--filter {text}: expected KEY=VALUE, KEY an option, run, parameters, {', '.join(RESULTS)}")
+            raise Mistake(
+                f"--filter {text}: expected KEY=VALUE, KEY an option, run, parent, parameters, {', '.join(RESULTS)}"
+            )
         key, comparison, wanted = found.groups()
         if comparison in ORDER and not isinstance(number(wanted), float):
             raise Mistake(f"--filter {text}: {wanted} is no number")
@@ -479,6 +490,8 @@ def main() -> None:
         rows = grouped(runs, [name for name in names if name not in (*args.average, "comment")])
     else:
         shown = ["run", *names, *RESULTS]
+        if any(run.get("parent") for run in runs):
+            shown.insert(1, "parent")
         if len({run.get("parameters") for run in runs} - {None}) > 1:
             shown.insert(-len(RESULTS), "parameters")
         others = [name for name in args.columns if name not in shown]  # that are the same in all runs
