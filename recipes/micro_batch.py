@@ -1,0 +1,97 @@
+"""Finds the largest --micro_batch_size that fits into memory.
+
+python recipes/micro_batch.py --effective_batch_size 1024 --precision bf16-mixed    # options of train.py
+
+It rehearses the run by `train.py --fast_run` in a process of its own, for some of the sizes that divide the effective
+batch size: by bisection, since a larger size needs more memory. The last line is the command to use. A size does not
+fit if train.py says that it is out of memory, or is killed, as Linux does where the machine is out of memory. Any other
+failure ends the search with the messages and the exit code of train.py. Nothing is left behind.
+
+Samples that differ in size need more memory than the first ones, and so does a GPU that others use, too: then take the
+next smaller size.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from bisect import bisect_left
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+import cli  # noqa: E402
+from config import ConfigError, TrainConfig  # noqa: E402
+
+OWN = ("micro_batch_size", "fast_run")  # options that train.py gets from here
+STEPS = 4  # of a rehearsal: its validation then has batches as large as those of the run
+NOTE = "out of memory: try a smaller --micro_batch_size"  # in the last lines of train.py
+
+
+def sizes_for(words: list[str]) -> list[int]:
+    """The micro-batch sizes that are possible with these options of train.py, the smallest first. Raises ConfigError
+    for a mistake in the options."""
+    for name in OWN:
+        if name in cli.parse(TrainConfig, words):
+            raise ConfigError(f"--{name}: is given to train.py by this script")
+    config = cli.parse_train([*words, f"--fast_run={STEPS}"])
+    if config.num_nodes > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("run it on one machine, by python alone: it starts the processes of --devices itself")
+    from launch import build_fabric  # imports torch
+    from utils import choose_micro_batch_size
+
+    world_size = build_fabric(config).world_size
+    largest = choose_micro_batch_size(config.effective_batch_size, 0, 0, world_size)
+    return [size for size in range(1, largest + 1) if largest % size == 0]
+
+
+def fits(size: int, words: list[str]) -> bool:
+    """Whether a run with this micro-batch size fits into memory. Ends this process if it fails for another reason."""
+    command = [sys.executable, REPO / "train.py", *words, f"--micro_batch_size={size}", f"--fast_run={STEPS}"]
+    # In a session of its own: Ctrl-C reaches this process alone, which ends the other one once.
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        error = process.communicate()[1]
+    except KeyboardInterrupt:
+        process.terminate()  # it removes its files
+        process.communicate()
+        raise
+    code = process.returncode
+    if code == 0:
+        result = "fits"
+    elif code == -signal.SIGKILL:
+        result = "killed"
+    elif NOTE in error:
+        result = "out of memory"
+    else:
+        sys.stderr.write(f"{error}micro_batch.py: error: {shlex.join(map(str, command))} ended with exit code {code}\n")
+        sys.exit(code if code > 0 else 1)
+    print(f"micro_batch_size {size}: {result}", flush=True)
+    return code == 0
+
+
+def main(words: list[str]) -> int:
+    if "--help" in words or "-h" in words:
+        print(__doc__)
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        sizes = sizes_for(words)
+        count = bisect_left(sizes, True, key=lambda size: not fits(size, words))  # of those that fit
+    except ConfigError as error:
+        print(f"micro_batch.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+    if count == 0:
+        print(f"micro_batch.py: error: not even --micro_batch_size {sizes[0]} fits", file=sys.stderr)
+        return 1
+    print(f"next: {shlex.join(['python', 'train.py', *words, '--micro_batch_size', str(sizes[count - 1])])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
