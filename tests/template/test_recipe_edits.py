@@ -23,9 +23,9 @@ from conftest import (
     run_dir,
     weights,
 )
-from edits import copy_programs, insert_after
+from edits import copy_programs, insert_after, replace
 
-REFERENCE, VAL_SETS, LAZY, CHECKPOINTING, HUB = diffs("recipes/edits.md")
+REFERENCE, NO_DECAY, VAL_SETS, LAZY, CHECKPOINTING, HUB = diffs("recipes/edits.md")
 TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
@@ -100,6 +100,34 @@ def test_an_option_that_names_a_run_is_resolved_as_out_dir(with_reference, refer
     error = call(f"{with_reference}/train.py {SMALL} --reference other", tmp_path, code=2).stderr
     assert error.startswith("train.py: error: --reference other: no such run") and error.count("\n") == 1
     assert not [*tmp_path.iterdir()]
+
+
+# ---- no weight decay of biases and norms
+
+
+def test_matrices_alone_decay(tmp_path):
+    """Without gradients. The model has a norm, too."""
+    program = edited(NO_DECAY, tmp_path / "program")
+    replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\nnn.GroupNorm(2, width),\n")
+    replace(program, "values", '{"loss": 0 * F.cross_entropy(logits, targets)}')
+    call(f"{program}/train.py {SMALL} --weight_decay 0.5 --checkpoint_interval 1 --num_checkpoint_keep 0", tmp_path)
+    folder = run_dir(tmp_path) / "checkpoints"
+    first, last = (torch.load(folder / f"step-{step:08}.ckpt")["model"] for step in (1, 20))
+    shrunk = {name for name in first if not torch.equal(first[name], last[name])}
+    assert shrunk == {name for name, tensor in first.items() if tensor.ndim > 1} < {*first}
+    assert all(last[name].norm() < first[name].norm() for name in shrunk)
+
+
+def test_a_run_with_two_groups_is_resumed_and_the_same_on_two_processes(tmp_path):
+    """Without weight decay it is the plain run."""
+    (tmp_path / "program").mkdir()
+    program = edited(NO_DECAY, tmp_path / "program")
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --weight_decay 0", tmp_path)
+    (tmp_path / "plain").mkdir()
+    call(f"{TWELVE} --weight_decay 0", tmp_path / "plain")
+    torch.testing.assert_close(weights(whole), weights(tmp_path / "plain"), atol=0, rtol=0)
+    one, two = on_one_and_two(f"{program}/{LONG} --weight_decay 0.5 --max_steps 8", tmp_path)
+    assert_same_training(two, one)
 
 
 # ---- several validation sets
