@@ -27,7 +27,7 @@ from conftest import (
     run,
     run_dir,
 )
-from edits import insert_after, insert_before, replace
+from edits import copy_programs, insert_after, insert_before, replace
 from lightning.fabric import Fabric
 
 import launch
@@ -552,13 +552,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_finite_checkpoints(ru
     lines = done.err.splitlines()  # of each rank
     assert all(re.match(f"train.py: error: (rank [01]: )?{words}", line) for line in lines), done.err
     (line,) = [line for line in lines if "rank 1: " not in line]
-    assert line.endswith(
-        f"; the checkpoints are whole, continue with: python train.py --resume {run_dir(done.cwd).name}"
-    )
+    name = run_dir(done.cwd).name
+    assert line.endswith(f"; the checkpoints are whole, continue with: python train.py --resume {name}")
+    last = max(checkpoint_names(done))
+    assert f"; the last checkpoint is {name}/checkpoints/{last}.ckpt" in line
+    assert f"; look into the first such step with: python recipes/replay.py {name} --step " in line
     assert not (run_dir(done.cwd) / "model.pt").exists()
     assert "step-00000003" in checkpoint_names(done)
     for checkpoint_name in checkpoint_names(done):
         assert all(tensor.isfinite().all() for tensor in checkpoint(done, checkpoint_name)["model"].values())
+
+
+@pytest.mark.parametrize("options", ["", "--fast_run 20"])
+def test_a_loss_that_is_not_finite_names_no_script_or_run_that_is_not_there(options: str, tmp_path):
+    program = copy_programs(tmp_path / "program")
+    if options:  # its run directory is removed
+        (program / "recipes").mkdir()
+        (program / "recipes" / "replay.py").touch()
+    error = call(f"{program}/{DIVERGE} {options}", tmp_path, code=1).stderr
+    assert "find the first such step by --log_interval 1" in error and "replay.py" not in error
 
 
 # ---- output
