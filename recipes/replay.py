@@ -189,7 +189,7 @@ class Replay:
     def losses(self, micro_batch: MicroBatch) -> dict[int, float] | str:
         """The loss of each sample by its index, in eval mode; or why there is none."""
         if micro_batch.batch is None or not micro_batch.samples:
-            return "not known: no TrainSampler, or no compute_loss"
+            return "not known"
         model, arguments, options = micro_batch.arguments
         samples = micro_batch.samples[0]
         losses = {}
@@ -200,7 +200,8 @@ class Replay:
                 with torch.no_grad():
                     losses[sample] = float(self.compute_loss(model, single, *arguments, **options)[0]["loss"])
         except Exception as error:  # anything: compute_loss was not written for this
-            return f"compute_loss does not take single samples: {type(error).__name__}: {error}"
+            reason = str(error).partition("\n")[0]
+            return f"not known: compute_loss does not take single samples ({type(error).__name__}: {reason})"
         finally:
             model.train()
         order = sorted(losses, key=lambda sample: losses[sample] if math.isfinite(losses[sample]) else math.inf)
@@ -215,7 +216,8 @@ class Replay:
             if isinstance(losses, dict):
                 losses = ", ".join(f"sample {sample} {loss:.5g}" for sample, loss in [*losses.items()][:SHOWN])
             cli.say(f"rank {each.rank}: {', '.join(f'{name} {value:.5g}' for name, value in each.values.items())}")
-            cli.say(f"  samples {', '.join(map(str, each.samples)).strip('[]')}")
+            samples = "; ".join(", ".join(map(str, indices)) for indices in each.samples)
+            cli.say(f"  samples {samples or 'not known: they come from no TrainSampler'}")
             cli.say(f"  highest losses in eval mode: {losses}")
             cli.say(f"  first not finite: {each.first_not_finite}")
         if self.args.keep:
