@@ -2,6 +2,7 @@
 
 python benchmarks/scale.py order      # the order of an epoch of 100 million samples, and two workers on it
 python benchmarks/scale.py save       # a checkpoint of 1 GB
+python benchmarks/scale.py stands     # how long the loop stands still for a checkpoint of 1.2 GB
 python benchmarks/scale.py waits      # how long W3 waits for a checkpoint in each epoch
 python benchmarks/scale.py processes  # W3 on one core and on two
 """
@@ -96,15 +97,21 @@ def order() -> None:
         print(f"{samples:>11,} samples  {'private of a worker':>21}  {megabytes:17.0f} MB")
 
 
-def save() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    net = torch.nn.Sequential(*(torch.nn.Linear(4096, 1700, bias=False) for _ in range(12)))
+def large_state(fabric: Fabric, width: int) -> dict:
+    """A model of 12 x 4096 x width weights, and AdamW after a step: together 590 kB for each unit of width."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(4096, width, bias=False) for _ in range(12)))
     optimizer = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     model, optimizer = fabric.setup(net, optimizer)
-    state, own, raw = {"model": model, "optimizer": optimizer, "step": 0}, [], []
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def save() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    state, own, raw = large_state(fabric, 1700), [], []
+    net, optimizer = state["model"].module, state["optimizer"]
     with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
         path = Path(folder)
         config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
@@ -130,6 +137,34 @@ def save() -> None:
     ratio = statistics.median(a / b for a, b in zip(own, raw, strict=True))
     own_seconds, raw_seconds = statistics.median(own), statistics.median(raw)
     print(f"{size:.1f} GB: template {own_seconds:.2f} s, torch.save and fsync {raw_seconds:.2f} s, ratio {ratio:.2f}")
+
+
+def stands() -> None:
+    fabric, matrix, waits, slower = Fabric(accelerator="cpu", devices=1), torch.randn(500, 500), [], []
+    state = large_state(fabric, 2035)
+    with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
+        run_dir = RunDir(fabric, TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2), resources)
+        run_dir.restore(state, {})
+        run_dir.start(0, Console(False, 0, 1, "", resources))  # False: prints nothing
+        for step in range(1, 8):
+            state["step"] = step
+            began = time.perf_counter()
+            run_dir.save(step, is_regular=True, is_best=True)
+            waits.append(time.perf_counter() - began)
+            # With recipes/background_save.patch, a thread writes the file in the first of these seconds.
+            speeds = [products_in_a_second(matrix) for _ in range(20)]
+            slower.append(1 - speeds[0] / statistics.median(speeds[-5:]))
+        size = next(Path(folder).glob("*/checkpoints/best.ckpt")).stat().st_size / 1e9
+    print(f"{size:.1f} GB: the loop stands still for {statistics.median(waits):.2f} s, at most {max(waits):.2f} s,")
+    print(f"and is {statistics.median(slower):.0%} slower in the second after that")
+
+
+def products_in_a_second(matrix: torch.Tensor) -> int:
+    count, end = 0, time.perf_counter() + 1
+    while time.perf_counter() < end:
+        matrix @ matrix
+        count += 1
+    return count
 
 
 # Runs train.py of the working directory, and prints the share of the time that it spent in RunDir.save.
@@ -178,4 +213,4 @@ def processes(rounds: int = 5) -> None:
 
 
 if __name__ == "__main__":
-    {"order": order, "save": save, "waits": waits, "processes": processes}[sys.argv[1]]()
+    {"order": order, "save": save, "stands": stands, "waits": waits, "processes": processes}[sys.argv[1]]()
