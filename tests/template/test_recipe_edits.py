@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ from conftest import (
     run_dir,
     weights,
 )
-from edits import copy_programs, insert_after, replace
+from edits import apply, copy_programs, insert_after, insert_before, replace
+from test_recipes import with_recipe
 
-REFERENCE, NO_DECAY, VAL_SETS, LAZY, CHECKPOINTING, HUB = diffs("recipes/edits.md")
+REFERENCE, NO_DECAY, MUON, VAL_SETS, LAZY, CHECKPOINTING, HUB, HUGGING_FACE = diffs("recipes/edits.md")
 TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
@@ -130,6 +132,74 @@ def test_a_run_with_two_groups_is_resumed_and_the_same_on_two_processes(tmp_path
     assert_same_training(two, one)
 
 
+# ---- Muon beside AdamW, on top of the language model
+
+FEW = f"train.py {SMALL} --epochs 2 --val_frequency 2 --logger_name csv"  # 8 steps
+
+
+@pytest.fixture(scope="module")
+def with_muon(tmp_path_factory) -> Path:
+    return apply(MUON, with_recipe("language_model", tmp_path_factory.mktemp("program")))
+
+
+def last_checkpoint(cwd: Path) -> dict:
+    return torch.load(max(run_dir(cwd).glob("checkpoints/step-*.ckpt")))
+
+
+def test_muon_trains_the_matrices_of_the_hidden_layers_and_adamw_the_others(with_muon, tmp_path):
+    call(f"{with_muon}/{FEW}", tmp_path)
+    saved = last_checkpoint(tmp_path)
+    trained = {name: about["parameters"][0] for name, about in saved["checkpoint"]["optimizers"].items()}
+    assert len(trained["muon"]) == 3 * 4 and all(name.startswith("model.blocks.") for name in trained["muon"])
+    assert {about["class"] for about in saved["checkpoint"]["optimizers"].values()} == {"AdamW", "Muon"}
+    hidden = {name.removeprefix("model.").split()[0] for name in trained["muon"]}
+    others = {name.removeprefix("model.").split()[0] for name in trained["optimizer"]}
+    assert hidden | others == {*saved["model"]} and not hidden & others
+    assert {saved["model"][name].ndim for name in hidden} == {2}
+
+
+def test_each_optimizer_has_a_rate_of_its_own_and_the_norm_is_that_of_all_gradients(with_muon, tmp_path):
+    """Where Muon's is 0, the hidden matrices stay as they were. The norm is that of the recipe alone."""
+    program = with_recipe("language_model", tmp_path / "program")
+    still = apply(MUON.replace('hidden, "lr_factor": 1.0', 'hidden, "lr_factor": 0.0'), program)
+    weights_of, norms = {}, {}
+    for name, script in {
+        "still": still,
+        "muon": with_muon,
+        "plain": with_recipe("language_model", tmp_path / "plain"),
+    }.items():
+        (tmp_path / f"{name}_runs").mkdir()
+        options = "--checkpoint_interval 1 --log_interval 1 --num_checkpoint_keep 0"
+        call(f"{script}/{FEW} {options}", tmp_path / f"{name}_runs")
+        folder = run_dir(tmp_path / f"{name}_runs") / "checkpoints"
+        weights_of[name] = [torch.load(folder / f"step-{step:08}.ckpt")["model"] for step in (1, 8)]
+        norms[name] = float(history(tmp_path / f"{name}_runs")[0]["train/grad_norm"])
+    for name, tensor in weights_of["still"][0].items():
+        is_hidden = name.startswith("blocks.") and tensor.ndim == 2
+        assert torch.equal(tensor, weights_of["still"][1][name]) == is_hidden, name
+        assert not torch.equal(weights_of["muon"][0][name], weights_of["muon"][1][name])
+    assert norms["muon"] == pytest.approx(norms["plain"], rel=1e-5)
+
+
+def test_a_run_with_muon_is_resumed_exactly(with_muon, tmp_path):
+    options = "--epochs 8 --val_frequency 4 --max_grad_norm 0.5"
+    whole, killed = killed_and_resumed(f"{with_muon}/{LONG} {options}", tmp_path)
+    for name in ("optimizer", "muon"):
+        states = [last_checkpoint(cwd)[name]["state"] for cwd in (killed, whole)]
+        torch.testing.assert_close(*states, atol=0, rtol=0)
+
+
+def test_two_processes_train_the_same_with_muon(with_muon, tmp_path):
+    """Its steps are computed in bfloat16."""
+    one, two = on_one_and_two(f"{with_muon}/{FEW} --micro_batch_size 32", tmp_path)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)
+
+
+def test_muon_in_mixed_precision_and_compiled(with_muon, tmp_path):
+    for options in ("--precision bf16-mixed", "--compile"):
+        call(f"{with_muon}/{FEW} --fast_run {options}", tmp_path)
+
+
 # ---- several validation sets
 
 
@@ -220,22 +290,109 @@ def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
     assert_same_training(two, one)
 
 
-# ---- torch.export
+# ---- torch.export, safetensors, Hugging Face's hub: after the code of README.md
+
+
+def python_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+*_, LOAD = python_of("README.md")
+EXPORT, SAFETENSORS, PRETRAINED = python_of("recipes/edits.md")
+
+
+def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
+    """Runs the code of README.md, which loads the weights of the run in `cwd`, and other code after it. Returns what it
+    prints."""
+    load = LOAD.replace("20261122-102325-train_out", run_dir(cwd).name)
+    (program / "use.py").write_text(load + code)
+    return run(f"{program}/use.py", cwd, **env).stdout
 
 
 def test_an_exported_model_gives_the_same_logits_for_batches_of_any_size(tmp_path):
-    """By the code of README.md, and that of the page after it."""
-    pattern = r"^```python\n(.*?)^```$"
-    *_, load = re.findall(pattern, (REPO / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    (export,) = re.findall(pattern, (REPO / "recipes" / "edits.md").read_text(), re.DOTALL | re.MULTILINE)
     call(f"train.py {SMALL} --epochs 1", tmp_path)
-    program = copy_programs(tmp_path / "program")
-    code = load.replace("20261122-102325-train_out", run_dir(tmp_path).name) + export
     check = """
 for size in (1, 2, 7):
     images = torch.stack([dataset[i][0] for i in range(size)])
     torch.testing.assert_close(torch.export.load("model.pt2").module()(images), model(images))
 print("the same")
 """
-    (program / "export.py").write_text(code + check)
-    assert run(f"{program}/export.py", tmp_path).stdout.endswith("the same\n")
+    assert run_code(EXPORT + check, copy_programs(tmp_path / "program"), tmp_path).endswith("the same\n")
+
+
+TIED = """
+class Model(Model):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.layers[2].weight = self.layers[1].weight
+
+
+"""
+
+
+def with_tied_weights(program: Path) -> Path:
+    """Two layers more, whose weights are one tensor."""
+    line = "nn.Conv2d(channels, width, 3, padding=1),\n"
+    replace(program, "first layer", line + "nn.Conv2d(width, width, 3, padding=1),\n" * 2)
+    return insert_before(program, "functions", TIED)
+
+
+@pytest.mark.parametrize("file", ["model.pt", "best.ckpt"])
+def test_weights_as_safetensors_are_read_back_in_each_bit(file: str, tmp_path):
+    """A tied weight is in the file once, and in the model twice."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    program = with_tied_weights(tmp_path / "program")
+    call(f"{program}/train.py {SMALL} --val_interval 1", tmp_path)
+    load_again = SAFETENSORS.replace("load_model(", "for p in model.parameters(): p.data.zero_()\nload_model(")
+    code = load_again + "torch.save(model.state_dict(), 'read.pt')"
+    expected = weights(tmp_path)
+    if file == "best.ckpt":
+        expected = torch.load(run_dir(tmp_path) / "checkpoints" / file)["model"]
+        code = 'model.load_state_dict(torch.load(run / "checkpoints/best.ckpt")["model"])\n' + code
+    run_code(code, program, tmp_path)
+    read = torch.load(tmp_path / "read.pt")
+    torch.testing.assert_close(read, dict(expected), atol=0, rtol=0)
+    assert torch.equal(read["layers.1.weight"], read["layers.2.weight"])
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    assert len(tensors) == len(read) - 1
+    torch.testing.assert_close(tensors, {name: read[name] for name in tensors}, atol=0, rtol=0)
+
+
+@pytest.fixture
+def with_hub(tmp_path) -> Path:
+    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("safetensors")
+    (tmp_path / "program").mkdir()
+    return edited(HUGGING_FACE, tmp_path / "program")
+
+
+def test_a_model_of_hugging_face_is_loaded_from_a_folder_by_model_py_alone(with_hub, tmp_path):
+    """Without a network, and with the options of the run, which are not the defaults."""
+    call(f"{with_hub}/train.py {SMALL} --dropout 0.5", tmp_path)
+    printed = run_code(PRETRAINED, with_hub, tmp_path, HF_HUB_OFFLINE="1").splitlines()
+    assert printed[-1] == printed[0] and printed[0].startswith("tensor(")
+    assert {path.name for path in (tmp_path / "hub_model").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    config = json.loads((tmp_path / "hub_model" / "config.json").read_text())
+    assert config == {"image_shape": [1, 8, 8], "num_classes": 10, "width": 4, "dropout": 0.5}
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(with_hub / "model.py", alone)
+    (alone / "load.py").write_text(
+        "import torch\nfrom model import Model\n"
+        "model = Model.from_pretrained('hub_model')\ntorch.save(model.state_dict(), 'read.pt')\n"
+    )
+    run(f"{alone}/load.py", tmp_path, HF_HUB_OFFLINE="1")
+    torch.testing.assert_close(torch.load(tmp_path / "read.pt"), dict(weights(tmp_path)), atol=0, rtol=0)
+
+
+def test_a_run_with_a_model_of_hugging_face_is_resumed_exactly(with_hub, tmp_path):
+    """With the bits of the plain run."""
+    whole, _ = killed_and_resumed(f"{with_hub}/{TWELVE}", tmp_path)
+    (tmp_path / "plain").mkdir()
+    call(TWELVE, tmp_path / "plain")
+    torch.testing.assert_close(weights(whole), weights(tmp_path / "plain"), atol=0, rtol=0)

@@ -21,6 +21,7 @@ from conftest import (
     weights,
 )
 from edits import insert_after, replace
+from test_recipe_edits import with_tied_weights
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -62,7 +63,7 @@ def test_few_labels_are_enough(program: Path, tmp_path: Path):
 # ---- weights
 
 
-@pytest.mark.parametrize("kind", ["run", "model.pt", "best.ckpt", "state dict"])
+@pytest.mark.parametrize("kind", ["run", "model.pt", "best.ckpt", "state dict", "safetensors"])
 def test_the_body_has_the_weights_and_the_head_is_new(kind: str, program: Path, source: Path, tmp_path: Path):
     """Of whatever file they are: also if its head is of another size, or has another name."""
     expected = torch.load(source / "model.pt", weights_only=True)
@@ -72,6 +73,9 @@ def test_the_body_has_the_weights_and_the_head_is_new(kind: str, program: Path, 
     if kind == "state dict":
         path = tmp_path / "any.pt"
         torch.save({**expected, "layers.8.weight": torch.zeros(3, 32), "fc.bias": torch.zeros(3)}, path)
+    if kind == "safetensors":
+        path = tmp_path / "any.safetensors"
+        pytest.importorskip("safetensors.torch").save_file(expected, path)
     printed = call(f"{program}/train.py {STEPS} --freeze_epochs 1 --weights {path}", tmp_path).stdout
     unused = [*HEAD, "fc.bias"] if kind == "state dict" else HEAD
     assert f"for 6 tensors; not used of it: {', '.join(sorted(unused))}\n" in printed
@@ -83,6 +87,35 @@ def test_the_body_has_the_weights_and_the_head_is_new(kind: str, program: Path, 
             torch.testing.assert_close(model[name], new[name], atol=2e-3, rtol=0)
         else:
             assert torch.equal(model[name], expected[name]), name
+
+
+@pytest.mark.parametrize("name", ["layers.1.weight", "layers.2.weight"])
+def test_a_tied_weight_is_taken_under_any_of_its_names(name: str, tmp_path: Path):
+    """A file of safetensors has one of them alone."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    program = with_tied_weights(with_recipe("finetune", tmp_path / "program"))
+    call(f"{program}/train.py {STEPS}", tmp_path)
+    expected = dict(torch.load(run_dir(tmp_path) / "model.pt"))
+    tensors = {key: value for key, value in expected.items() if key in (name, "layers.0.weight")}
+    tensors |= {key: value for key, value in expected.items() if key not in ("layers.1.weight", "layers.2.weight")}
+    safetensors.save_file(tensors, tmp_path / "tied.safetensors")
+    options = f"--freeze_epochs 1 --max_steps 1 --out_dir tuned --weights {tmp_path / 'tied.safetensors'}"
+    printed = call(f"{program}/train.py {STEPS} {options}", tmp_path).stdout
+    assert "for 9 tensors; not used of it: layers.10.bias, layers.10.weight\n" in printed
+    found = torch.load(run_dir(tmp_path, "tuned") / "model.pt")
+    for key in ("layers.0.weight", "layers.1.weight", "layers.2.weight"):
+        assert torch.equal(found[key], expected[key])
+
+
+def test_damaged_or_missing_safetensors_are_one_line(program: Path, source: Path, tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "cut.safetensors"
+    safetensors.save_file(torch.load(source / "model.pt"), path)
+    truncate(path)
+    for name, message in ((path.name, ""), ("nowhere.safetensors", "nowhere.safetensors is missing")):
+        error = call(f"{program}/train.py {SMALL} --weights {name}", tmp_path, code=2).stderr
+        assert error.startswith(f"train.py: error: --weights {name}: {message}") and error.count("\n") == 1
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def broken(case: str, source: Path, folder: Path) -> str:
