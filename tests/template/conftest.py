@@ -40,7 +40,13 @@ LONG = (
 SLOW = LONG.replace("--epochs 30", "--epochs 3000")  # never ends by itself
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
-MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
+MEASURED = (
+    "samples_per_second",
+    "tokens_per_second",
+    "mfu",
+    "data_wait",
+    "peak_memory_mb",
+)  # what differs from one run to the next
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
 

@@ -1,5 +1,6 @@
 """recipes/language_model.patch: applied to a copy of the programs and run."""
 
+import csv
 import json
 import math
 import signal
@@ -19,6 +20,8 @@ from conftest import (
     run_dir,
 )
 from test_recipes import imported, with_recipe
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = pytest.mark.recipes
 
@@ -60,6 +63,46 @@ def test_two_processes_train_the_same_model(program: Path, tmp_path: Path):
     """And all of them go through the text, though one prints it: none waits for another."""
     command = f"{program}/train.py {SMALL} --epochs 3 --val_frequency 3 --micro_batch_size 32"
     assert_same_training(*on_one_and_two(command, tmp_path))
+
+
+def rows(cwd: Path) -> list[dict]:
+    """Those of metrics.csv, with what is measured."""
+    with open(run_dir(cwd) / "logs" / "csv" / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_tokens_per_second_and_mfu_are_logged(program: Path, tmp_path: Path):
+    """The MFU only with a peak. It is a share of what both devices can do."""
+    command = f"{program}/train.py {SMALL} --epochs 2 --val_frequency 2"
+    folders = on_one_and_two(f"{command} --micro_batch_size 32 --peak_tflops 0.002", tmp_path)
+    topics = imported(program, "topics")
+    characters = topics.build_topics(augment=False)["train"].characters
+    model_py = imported(program, "model")
+    flops = model_py.flops_per_token(model_py.Model(len(characters), topics.LENGTH, width=4), topics.LENGTH)
+    for num_devices, folder in enumerate(folders, start=1):
+        for row in rows(folder):
+            tokens = float(row["tokens_per_second"])
+            assert tokens == pytest.approx(topics.LENGTH * float(row["samples_per_second"]), 1e-5)
+            assert float(row["mfu"]) == pytest.approx(tokens * flops / 0.002e12 / num_devices, 1e-5)
+    (tmp_path / "without").mkdir()
+    call(command, tmp_path / "without")
+    assert all("tokens_per_second" in row and "mfu" not in row for row in rows(tmp_path / "without"))
+    error = call(f"{command} --peak_tflops -1", tmp_path, code=2).stderr
+    assert error == "train.py: error: --peak_tflops -1.0: must be at least 0\n"
+
+
+@pytest.mark.parametrize("width, length", [(64, 64), (16, 256)])
+def test_the_operations_per_token_are_those_that_torch_counts(width: int, length: int, program: Path):
+    """Forward and backward. The formula also counts biases and norms, 6 for each of their weights."""
+    model_py = imported(program, "model")
+    model = model_py.Model(90, length, width)
+    tokens = torch.randint(90, (2, length))
+    # The fused attention of the CPU is not counted.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens).logsumexp(dim=2).mean().backward()
+    others = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
+    expected = counter.get_total_flops() / tokens.numel() + 6 * others
+    assert model_py.flops_per_token(model, length) == pytest.approx(expected, 1e-6)
 
 
 def test_no_character_is_predicted_from_itself_or_a_later_one(program: Path):
