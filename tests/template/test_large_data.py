@@ -3,6 +3,8 @@
 import importlib
 import json
 import pickle
+import re
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, run, run_dir, weights
 from lightning.fabric import Fabric
 from PIL import Image
-from test_recipes import with_recipe
+from test_recipes import imported, with_recipe
 
 from config import TrainConfig
 from utils import make_plan
@@ -161,6 +163,40 @@ def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
     stream = f"{with_recipe('stream', tmp_path)}/train.py --dataset stream --data_dir {files}"
     for options in ("", " --limit_train_batches 0.5"):
         assert "--limit_train_batches" in call(f"{stream}{options}", tmp_path, code=2).stderr
+
+
+@pytest.fixture
+def pictures(files: Path, tmp_path: Path) -> Path:
+    """The folders of the classes, in a folder of one's own."""
+    for split in SIZES:
+        shutil.copytree(files / split, tmp_path / "pictures" / split)
+    return tmp_path / "pictures"
+
+
+def test_files_and_what_is_hidden_are_no_classes_of_a_folder(files: Path, pictures: Path, tmp_path: Path):
+    folder = imported(with_recipe("folder", tmp_path / "program"), "folder")
+    plain = folder.build_folder(str(files), augment=False)
+    for split in SIZES:
+        (pictures / split / ".DS_Store").write_text("of the Finder")
+        (pictures / split / "README.txt").write_text("a file")
+        (pictures / split / ".ipynb_checkpoints").mkdir()
+        (pictures / split / "3" / "._000.png").write_text("of macOS, no image")
+    found = folder.build_folder(str(pictures), augment=False)
+    for split in SIZES:
+        assert found[split].num_classes == 10
+        assert found[split].targets.tolist() == plain[split].targets.tolist()
+
+
+@pytest.mark.parametrize("change, message", [("val has another", "'?val.* classes that train does not have: 10"),
+                                             ("train has an empty one", "train/10/.*no such file")])  # fmt: skip
+def test_a_class_of_a_folder_without_training_images_is_named(
+    change: str, message: str, pictures: Path, tmp_path: Path
+):
+    (pictures / change.split()[0] / "10").mkdir()
+    program = with_recipe("folder", tmp_path / "program")
+    done = call(f"{program}/train.py --dataset folder --data_dir {pictures}", tmp_path, code=2)
+    (line,) = done.stderr.splitlines()
+    assert re.search(message, line)
 
 
 def test_killed_in_mid_epoch_with_workers_and_resumed_is_the_same_run(name: str, repo: Path, files: Path, tmp_path):
