@@ -17,6 +17,7 @@ from conftest import LONG, ON_2, assert_same_run, call, interrupt, kill_group, r
 from lightning.fabric import Fabric
 from PIL import Image
 from test_recipes import imported, with_recipe
+from torch.utils.data import Subset
 
 from config import TrainConfig
 from utils import make_plan
@@ -109,6 +110,14 @@ def test_each_image_comes_with_its_class(name: str, data: ModuleType, files: Pat
         torch.testing.assert_close(images * scale, expected.float())
         assert targets.tolist() == np.load(files / f"{split}_targets.npy")[order].tolist()
         torch.testing.assert_close(torch.as_tensor(part[int(order[0])][0]), images[0])
+
+
+def test_a_subset_has_the_samples_of_its_indices(name: str, data: ModuleType, files: Path):
+    part = build(data, name, files)["val"]
+    subset = Subset(part, [7, 3, 50])
+    images, targets = data.SeededBatches(subset, 42)[0, np.arange(3)]
+    expected, classes = data.SeededBatches(part, 42)[0, np.array([7, 3, 50])]
+    assert torch.equal(images, expected) and torch.equal(targets, classes)
 
 
 def load(data, name, files, epoch=0, rank=0, world_size=1, num_workers=0, step=0) -> list[tuple[list, list]]:
