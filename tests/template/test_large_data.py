@@ -174,6 +174,21 @@ def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
         assert "--limit_train_batches" in call(f"{stream}{options}", tmp_path, code=2).stderr
 
 
+@pytest.mark.parametrize("name", ["lines"])
+def test_blank_lines_are_no_samples(name: str, files: Path, tmp_path: Path):
+    texts = {path.name: path.read_text() for path in files.glob("*.jsonl")}
+    for file, text in texts.items():
+        (tmp_path / file).write_text("\n" + text.replace("\n", "\n \n\n", 5) + "\n")
+    module = imported(with_recipe(name, tmp_path / "program"), name)
+    options = (64,) if name == "stream" else ()
+    plain, found = (getattr(module, f"build_{name}")(str(folder), *options) for folder in (files, tmp_path))
+    for split, indices in {"train": range(200), "val": range(100), "test": range(50)}.items():
+        assert len(found[split]) == len(plain[split])
+        for index in indices:
+            assert found[split][index][1] == plain[split][index][1]
+            assert torch.equal(found[split][index][0], plain[split][index][0])
+
+
 @pytest.fixture
 def pictures(files: Path, tmp_path: Path) -> Path:
     """The folders of the classes, in a folder of one's own."""
