@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -174,7 +175,7 @@ def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
         assert "--limit_train_batches" in call(f"{stream}{options}", tmp_path, code=2).stderr
 
 
-@pytest.mark.parametrize("name", ["lines"])
+@pytest.mark.parametrize("name", ["lines", "stream"])
 def test_blank_lines_are_no_samples(name: str, files: Path, tmp_path: Path):
     texts = {path.name: path.read_text() for path in files.glob("*.jsonl")}
     for file, text in texts.items():
@@ -187,6 +188,43 @@ def test_blank_lines_are_no_samples(name: str, files: Path, tmp_path: Path):
         for index in indices:
             assert found[split][index][1] == plain[split][index][1]
             assert torch.equal(found[split][index][0], plain[split][index][0])
+
+
+def test_a_stream_without_lines_is_named(files: Path, tmp_path: Path):
+    program = with_recipe("stream", tmp_path / "program")
+    shutil.copy(files / "val.jsonl", tmp_path)
+    shutil.copy(files / "test.jsonl", tmp_path)
+    (tmp_path / "train-0.jsonl").write_text("\n\n")
+    options = f"--dataset stream --data_dir {tmp_path} --limit_train_batches 8"
+    done = run(
+        f"{program}/train.py {options}", tmp_path, code=2
+    )  # in a process of its own: without an end it is killed
+    assert "train-*.jsonl: no lines" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stream"], indirect=True)
+def test_no_worker_has_to_skip_within_the_timeout(name: str, data: ModuleType, files: Path, monkeypatch):
+    """Here it takes twice as long."""
+    expected = load(data, name, files, epoch=5, step=1)[0]
+    stream = sys.modules["stream"]
+    plain = stream.lines_of
+
+    def slow_lines(path: Path):
+        for line in plain(path):
+            time.sleep(0.003)
+            yield line
+
+    monkeypatch.setattr(stream, "lines_of", slow_lines)
+    train = build(data, name, files)["train"]
+    config = TrainConfig(effective_batch_size=64, micro_batch_size=16, limit_train_batches=9, num_workers=1, timeout=4)
+    plan = make_plan(config, len(train), val_samples=0, world_size=1, saved_micro_batch_size=0)
+    with ExitStack() as resources:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        loader = data.Loader(fabric, train, data.TrainSampler(plan, train, 0, seed=42), config, resources)
+        began = time.monotonic()
+        images, targets = next(loader.batches_from(5 * 9 + 1))
+        assert time.monotonic() - began > 8
+    assert (images.tolist(), targets.tolist()) == expected
 
 
 @pytest.fixture
