@@ -222,27 +222,45 @@ def test_a_new_job_goes_on_with_the_run_of_an_old_one(job):
     assert job(75, OLD_JOB="5") == (75, options, "requeue 7")
 
 
-# ---- idle_gpus.sh; the one place with a stand-in, for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without one
+# ---- idle_gpus.sh, with a stand-in for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without
+# one, GPU 4 does not tell its memory
 
 NVIDIA_SMI = """#!/bin/bash
 case $* in
-    "--query-gpu=uuid,memory.used,memory.total --format=csv,noheader,nounits")
-        printf '%s\\n' "GPU-00, 10, 80000" "GPU-11, 600, 80000" "GPU-22, 9000, 80000" "GPU-33, 0, 80000" ;;
+    "--query-gpu=index,uuid,memory.used,memory.total --format=csv,noheader,nounits")
+        printf '%s\\n' "0, GPU-00, 10, 80000" "1, GPU-11, 600, 80000" "2, GPU-22, 9000, 80000" "3, GPU-33, 0, 80000" \\
+            "4, GPU-44, [N/A], [N/A]" ;;
     "--query-compute-apps=gpu_uuid --format=csv,noheader") printf '%s\\n' GPU-00 GPU-00 ;;
     *) exit 2 ;;
 esac
 """
 
 
-@pytest.mark.parametrize(
-    "wanted, printed, error",
-    [("", "GPU-11\n", ""), ("2", "GPU-11,GPU-33\n", ""), ("3", "", "2 of 4 are idle"), ("two", "", "how many?")],
-)
-def test_idle_gpus(wanted: str, printed: str, error: str, tmp_path: Path):
+@pytest.fixture
+def with_nvidia_smi(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(f"recipes/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0, PATH=path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    "wanted, printed, error",
+    [("", "GPU-11\n", ""), ("3", "GPU-11,GPU-33,GPU-44\n", ""), ("4", "", "3 of 5 are idle"), ("two", "", "how many?")],
+)
+def test_idle_gpus(wanted: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path):
+    done = run(f"recipes/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0)
+    assert done.stdout == printed and done.stderr.count("\n") == (error != "") and error in done.stderr
+
+
+@pytest.mark.parametrize(
+    "visible, printed, error",
+    [("3,0", "GPU-33\n", ""), ("GPU-22,GPU-33", "GPU-33\n", ""), ("0", "", "0 of 1 are idle"), ("", "", "0 of 0")],
+)
+def test_idle_gpus_are_of_those_that_are_visible(
+    visible: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path
+):
+    done = run("recipes/idle_gpus.sh", tmp_path, code=1 if error else 0, CUDA_VISIBLE_DEVICES=visible)
     assert done.stdout == printed and error in done.stderr
 
 
