@@ -135,7 +135,7 @@ def test_profiler_writes_a_trace_of_the_steps(tmp_path: Path):
     program = with_recipe("profiler", tmp_path / "program")
     done = run(f"{program}/train.py {SMALL} --profile 3 {ON_2}", tmp_path)
     assert done.stdout.count("Self CPU time total") == 1  # of rank 0 alone
-    events = json.loads((run_dir(tmp_path) / "trace.json").read_text())["traceEvents"]
+    events = json.loads((run_dir(tmp_path) / "trace-00000008.json").read_text())["traceEvents"]
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"}  # counted from 0
 
@@ -144,7 +144,24 @@ def test_profiler_writes_a_trace_of_the_steps(tmp_path: Path):
 def test_a_profile_has_no_more_steps_than_were_run(max_steps: int, recorded: int, tmp_path: Path):
     program = with_recipe("profiler", tmp_path / "program")
     printed = call(f"{program}/train.py {SMALL} --profile 3 --max_steps {max_steps}", tmp_path).stdout
-    assert (f"trace of {recorded} steps" in printed) == (run_dir(tmp_path) / "trace.json").exists() == (recorded > 0)
+    assert (f"trace of {recorded} steps" in printed) == (recorded > 0)
+    assert len([*run_dir(tmp_path).glob("trace-*.json")]) == (recorded > 0)
+
+
+def test_a_profile_is_not_in_the_speed_and_a_resume_makes_another(tmp_path: Path):
+    program = with_recipe("profiler", tmp_path / "program")
+    profiling = program / "profiling.py"
+    text = profiling.read_text()
+    assert text.count("        print(profiler.") == 1
+    slow = text.replace("        print(profiler.", "        __import__('time').sleep(5)\n        print(profiler.")
+    profiling.write_text(slow)
+    call(f"{program}/train.py {SMALL} --profile 3 --max_steps 8", tmp_path)
+    row = history(tmp_path)[-1]
+    assert row["step"] == "8" and float(row["samples_per_second"]) > 4 * 64 / 5
+    profiling.write_text(text)
+    call(f"{program}/train.py --resume auto --max_steps 20", tmp_path)
+    names = sorted(path.name for path in run_dir(tmp_path).glob("trace-*.json"))
+    assert names == ["trace-00000008.json", "trace-00000016.json"]
 
 
 def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path: Path):
