@@ -605,11 +605,18 @@ def as_args(option: str, value) -> list[str]:
 
 
 def devices(jobs: int) -> list[str | None]:
-    """One GPU for each of the jobs, in turn; None where there are none, or where one job may have them all."""
-    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    if not gpus and shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
-        gpus = [str(number) for number in range(len(listed.splitlines()))]
+    """One GPU for each of the jobs, in turn; None where there are none, or where one job may have them all. They are
+    those of CUDA_VISIBLE_DEVICES where it is set, none where it is empty. Instances of MIG are named there, too, by
+    their UUIDs; else a GPU that is split is one device."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus: list[str] = []
+    if visible is not None:
+        gpus = [gpu for gpu in visible.split(",") if gpu]
+    elif shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]  # --list-gpus has lines for MIG, too
+        asked = subprocess.run(command, capture_output=True, text=True)
+        if asked.returncode == 0:  # else it prints what is wrong
+            gpus = asked.stdout.split()
     return [gpus[job % len(gpus)] if gpus and jobs > 1 else None for job in range(jobs)]
 
 

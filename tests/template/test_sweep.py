@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -189,6 +190,35 @@ def test_a_device_gets_no_second_run(cwd):
     (following,) = wait_for(lambda: processes(cwd) - {*survivors.values()})
     assert device(following) == "1"
     assert survivors["0"] in processes(cwd)
+
+
+NVIDIA_SMI = """#!/bin/bash
+case $* in
+    --list-gpus) printf '%s\\n' "GPU 0: A (UUID: GPU-0)" "  MIG 1g.5gb Device 0: (UUID: MIG-0)" "GPU 1: A" ;;
+    "--query-gpu=index --format=csv,noheader") printf '%s\\n' 0 1 ;;
+esac
+exit $CODE
+"""
+
+
+@pytest.mark.parametrize(
+    "visible, code, devices",
+    [
+        (None, 0, ["0", "1", "0"]),
+        (None, 9, [None, None, None]),  # what it prints then are no devices
+        ("", 0, [None, None, None]),  # as where idle_gpus.sh has found none
+        ("MIG-0,3", 0, ["MIG-0", "3", "MIG-0"]),
+    ],
+)
+def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)  # a stand-in
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CODE", str(code))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
 
 
 @pytest.mark.parametrize("number, said", [(signal.SIGTERM, "was stopped"), (signal.SIGKILL, "was ended by SIGKILL")])
