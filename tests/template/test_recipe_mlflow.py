@@ -186,6 +186,26 @@ def test_two_runs_at_once_make_one_store(program: Path, tmp_path: Path):
     }  # fmt: skip
 
 
+def test_directories_of_the_same_name_are_different_runs(program: Path, cwd: Path, monkeypatch):
+    """In two --root_dir, on one store; also where one was moved."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{cwd}/mlflow.db")
+    for root in ("a", "b"):
+        (cwd / root).mkdir()
+        call(f"{program}/train.py {SMALL} --logger_name csv mlflow --max_steps 8", cwd / root)
+    name = run_dir(cwd / "a").name
+    run_dir(cwd / "b").rename(cwd / "b" / name)
+    (cwd / "c").mkdir()
+    (cwd / "b" / name).rename(cwd / "c" / name)
+    for root in ("a", "c"):
+        call(f"{program}/train.py --resume {cwd / root / name} --max_steps 12", cwd)
+    client = mlflow.MlflowClient()
+    (project,) = client.search_experiments(filter_string="name = 'fabric-template'")
+    found = client.search_runs([project.experiment_id])
+    assert len(found) == 2
+    for one in found:
+        assert [value.step for value in client.get_metric_history(one.info.run_id, "val/loss")] == [4, 8, 12]
+
+
 def test_a_kill_while_the_store_is_made_leaves_none(program: Path, tmp_path: Path):
     process = start(f"{program}/train.py {SMALL} --logger_name csv mlflow", tmp_path)
     wait_for(lambda: process.poll() is not None or [*tmp_path.glob("*/*/new.db")])
