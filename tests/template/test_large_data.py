@@ -175,6 +175,24 @@ def test_a_stream_needs_the_length_of_an_epoch(files: Path, tmp_path: Path):
         assert "--limit_train_batches" in call(f"{stream}{options}", tmp_path, code=2).stderr
 
 
+def test_parquet_that_hugging_face_has_not_written(files: Path, hugging_face, tmp_path: Path):
+    """pyarrow alone: bytes and numbers, without names of the classes."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for split in SIZES:
+        names = sorted((files / split).glob("*/*.png"))
+        columns = {"image": [path.read_bytes() for path in names], "label": [int(path.parent.name) for path in names]}
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"{split}.parquet")
+    module = imported(with_recipe("parquet", tmp_path / "program"), "parquet")
+    theirs, ours = (module.build_parquet(str(folder)) for folder in (files, tmp_path))
+    for split, size in SIZES.items():
+        assert len(ours[split]) == size and ours[split].num_classes == theirs[split].num_classes == 10
+        for one, other in zip(
+            ours[split].__getitems__(range(size)), theirs[split].__getitems__(range(size)), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", ["lines", "stream"])
 def test_blank_lines_are_no_samples(name: str, files: Path, tmp_path: Path):
     texts = {path.name: path.read_text() for path in files.glob("*.jsonl")}
