@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import LONG, SMALL, call, history, killed_and_resumed, on_one_and_two, run, run_dir
 from test_logging import read_tensorboard
-from test_recipes import with_recipe
+from test_recipes import imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
 
@@ -37,6 +37,29 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
     assert float(history(tmp_path)[-1]["val/mmd"]) < 0.3  # 1 where the generator makes always the same
     report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
     assert "on 380 test samples" in report and "mmd 0." in report
+
+
+def test_the_weights_alone_say_what_is_made(program: Path, monkeypatch: pytest.MonkeyPatch):
+    """The range of the pixels is that of the training set, also where a model is built for darker images."""
+    train = imported_train(program, monkeypatch)
+    config = train.TrainConfig(width=4)
+    datasets = train.build_datasets(config, augment=False)
+    trained = train.build_model(config, datasets["train"])
+    datasets["test"].images /= 2
+    loaded = train.build_model(config, datasets["test"])
+    loaded.load_state_dict(trained.state_dict())
+    noise = torch.randn(8, 32)
+    assert torch.equal(loaded(noise), trained(noise))
+
+
+def test_the_baseline_has_the_mean_and_the_covariance_of_the_images(program: Path, monkeypatch: pytest.MonkeyPatch):
+    imported_train(program, monkeypatch)
+    from mmd import fitted_normal
+
+    images = torch.randn(50, 4) @ torch.randn(4, 4) + 3
+    drawn = fitted_normal(images, 200_000)
+    torch.testing.assert_close(drawn.mean(dim=0), images.mean(dim=0), atol=0.05, rtol=0)
+    torch.testing.assert_close(drawn.T.cov(), images.T.cov(), atol=0.2, rtol=0)
 
 
 def test_the_players_take_turns(program: Path, tmp_path: Path):
