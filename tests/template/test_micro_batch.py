@@ -1,5 +1,6 @@
 """recipes/micro_batch.py: finds the largest micro-batch that fits, by rehearsals of the real program."""
 
+import importlib
 import os
 import re
 import shutil
@@ -9,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ON_2, REPO, children, clean_environment, run, start, wait_for
+from conftest import ON_2, REPO, SMALL, children, clean_environment, run, start, wait_for
 from edits import insert_after, insert_before
+from test_recipes import RECIPES
 
 pytestmark = pytest.mark.recipes
 FIND = "recipes/micro_batch.py --accelerator cpu --width 4"
@@ -73,13 +75,39 @@ def test_on_two_devices_the_size_is_that_of_each(program: Path, cwd: Path):
     assert "3 micro_batch_size x 4 grad_accum_steps" in run(f"{program}/{command} --fast_run", cwd).stdout
 
 
-@pytest.mark.parametrize("code", [OUT_OF_MEMORY, "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_where_nothing_fits_it_says_so(code: str, program: Path, cwd: Path):
-    failing_above(0, code, program)
+def test_where_nothing_fits_it_says_so(program: Path, cwd: Path):
+    failing_above(0, OUT_OF_MEMORY, program)
     found = run(f"{program}/{FIND} --effective_batch_size 2", cwd, code=1)
-    result = "killed" if "KILL" in code else "out of memory"
-    assert tried(found.stdout) == {2: result, 1: result}
+    assert tried(found.stdout) == {2: "out of memory", 1: "out of memory"}
     assert found.stderr == "micro_batch.py: error: not even --micro_batch_size 1 fits\n"
+
+
+@pytest.mark.parametrize("point", ["batch", "step is done"])
+def test_a_rehearsal_that_is_killed_does_not_fit_and_is_removed(point: str, program: Path, cwd: Path):
+    """As Linux kills where the machine is out of memory. Its folder is empty at first. Others stay."""
+    condition = "len(targets) > 1 and model.training" if point == "batch" else "plan.micro_batch_size > 1"
+    insert_after(program, point, f"if {condition}:\n    os.kill(os.getpid(), signal.SIGKILL)")
+    (cwd / "runs" / ".fast_run-another" / "run").mkdir(parents=True)
+    found = run(f"{program}/{FIND} --root_dir runs --effective_batch_size 2", cwd)
+    assert tried(found.stdout) == {2: "killed", 1: "fits"}
+    assert [path.name for path in (cwd / "runs").iterdir()] == [".fast_run-another"]
+
+
+def test_the_folder_of_a_rehearsal_that_goes_on_is_not_removed(program: Path, cwd: Path, monkeypatch):
+    insert_after(program, "step is done", "Path('begun').touch(); time.sleep(300)")
+    process = start(f"{program}/train.py {SMALL} --fast_run", cwd)
+    try:
+        wait_for((cwd / "begun").exists)
+        (folder,) = cwd.glob(".fast_run-*")
+        monkeypatch.syspath_prepend(RECIPES)
+        module = importlib.import_module("micro_batch")
+        module.remove(folder)
+        assert [*folder.glob("*/config.yaml")]
+    finally:
+        process.kill()
+        process.communicate()
+    module.remove(folder)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
