@@ -299,12 +299,13 @@ class RunDir:
         self.on_rank_zero(self.write_checkpoint, contents, step, is_regular, is_best)
 
     def check_loss(self, loss: float, step: int):
-        """Raises RunError if the mean loss of the steps up to this one is not finite."""
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the loss is {loss} in the steps up to {step}{self.where_to_look(step)}, "
-                "or try a lower --base_lr or --max_grad_norm 1"
-            )
+        """Raises RunError if the loss of the steps up to this one is not finite."""
+        if math.isfinite(loss):
+            return
+        if self.path is None:
+            raise RunError(f"compute_loss: `loss` is {loss} in the first step")
+        advice = f"{self.where_to_look(step)}, or try a lower --base_lr or --max_grad_norm 1"
+        raise RunError(f"the loss is {loss} in the steps up to {step}{advice}")
 
     def where_to_look(self, step: int) -> str:
         """A part of a line: the last checkpoint, and how to find the first step that went wrong, up to this one."""

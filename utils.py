@@ -152,10 +152,9 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float, np.number, np.bool_))
 
 
-def check_values(values: Any, monitor: str, val_names: Iterable[str], device: torch.device):
-    """Checks the values that compute_loss has returned in the first step, and the name of the monitored value.
-
-    All ranks call it, and fail alike: the loss is not finite if it is not finite on one of them.
+def check_values(values: Any, monitor: str, val_names: Iterable[str], device: torch.device) -> float:
+    """Checks the values that compute_loss has returned in the first step, and the name of the monitored value. All
+    ranks call it. Returns the sum of their losses, which is not finite if one of them is not.
 
     Args:
         values: The means by name.
@@ -164,7 +163,7 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str], device: to
         device: That of the process.
 
     Raises:
-        RunError: `values` is not a dict of scalars, or its `loss` is not finite or has no gradient.
+        RunError: `values` is not a dict of scalars, or its `loss` has no gradient.
         ConfigError: There is no value of the name `monitor`.
     """
     scalars = as_scalars(values)
@@ -176,11 +175,10 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str], device: to
     loss = scalars["loss"].to(device, copy=True)
     if dist.is_initialized():
         dist.all_reduce(loss)
-    if not loss.isfinite():
-        raise RunError(f"compute_loss: `loss` is {loss.item()} in the first step")
     names = [f"train/{name}" for name in (*values, "grad_norm")] + [f"val/{name}" for name in val_names]
     if monitor not in names:
         raise ConfigError(f"--monitor {monitor}: choose from {', '.join(names)}; val/ needs validation samples")
+    return loss.item()
 
 
 def is_better(value: float, best: float | None, mode: str) -> bool:

@@ -563,6 +563,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_finite_checkpoints(ru
         assert all(tensor.isfinite().all() for tensor in checkpoint(done, checkpoint_name)["model"].values())
 
 
+def test_a_loss_that_is_not_finite_in_the_first_step_of_a_resume_is_told_alike(tmp_path):
+    call(f"train.py {SMALL} --max_steps 3", tmp_path)
+    program = insert_after(tmp_path / "program", "batch", "images = images / 0")
+    error = call(f"{program}/train.py --resume auto --max_steps 5", tmp_path, code=1).stderr
+    assert "the loss is nan in the steps up to 4; the last checkpoint is " in error
+    assert "step-00000003.ckpt; " in error
+
+
 @pytest.mark.parametrize("options", ["", "--fast_run 20"])
 def test_a_loss_that_is_not_finite_names_no_script_or_run_that_is_not_there(options: str, tmp_path):
     program = copy_programs(tmp_path / "program")
