@@ -107,6 +107,22 @@ def test_goes_on_sharded(program: Path, alone: Path, tmp_path: Path):
     assert_same_training(tmp_path, alone)
 
 
+def test_the_device_is_prepared_and_the_timeout_is_that_of_the_options(tmp_path: Path):
+    """Denormal numbers are flushed to zero, as without shards. No process waits half an hour for another one."""
+    program = with_recipe("sharded", tmp_path / "program")
+    insert_after(
+        program,
+        "set-up is done",
+        """
+        halves = torch.full([1], 1e-38) / 2
+        limit = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        print(f"a denormal is {halves.item():g}, the limit", limit.options._timeout)
+        """,
+    )
+    printed = run(f"{program}/{RUN} {SHARDED} --timeout 40 --max_steps 1", tmp_path).stdout
+    assert printed.count("a denormal is 0, the limit 0:01:40") == 2
+
+
 def test_an_optimizer_without_state(tmp_path: Path):
     """SGD without momentum: begins sharded, goes on sharded or not."""
     program = with_recipe("sharded", tmp_path / "program")
