@@ -1,14 +1,14 @@
 """The recipe ema: an average of the weights is what is validated, saved and tested."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import LONG, call, history, killed_and_resumed, on_one_and_two, run_dir, weights
-from test_recipes import with_recipe
+from test_recipes import imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
-DECAY = 0.98
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,25 @@ def test_the_averaged_weights_are_better_and_are_tested(program: Path, tmp_path:
 
 
 def test_average_follows_the_formula(program: Path, tmp_path: Path):
-    """In each step, after the optimizer's: average <- decay * average + (1 - decay) * weights."""
+    """In each step, after the optimizer's: average <- decay * average + (1 - decay) * weights. The decay rises at
+    first, as a function of the step alone."""
     options = "--max_steps 4 --checkpoint_interval 1 --num_checkpoint_keep 0"
     call(f"{program}/{LONG.replace('--checkpoint_frequency 0.25', options)}", tmp_path)
     before, *others = saved(tmp_path)
-    assert len(others) == 3
-    for after in others:
+    for after, decay in zip(others, [3 / 12, 4 / 13, 5 / 14], strict=True):  # of the steps 2 to 4
         for name, raw in after["raw_model"].items():
-            expected = DECAY * before["model"][name].double() + (1 - DECAY) * raw.double()
+            expected = decay * before["model"][name].double() + (1 - decay) * raw.double()
             torch.testing.assert_close(after["model"][name].double(), expected, atol=1e-7, rtol=0)
             assert not torch.equal(after["model"][name], raw)
         before = after
+
+
+def test_the_decay_rises_to_the_option_so_that_the_start_is_forgotten(program: Path, monkeypatch: pytest.MonkeyPatch):
+    train = imported_train(program, monkeypatch)
+    config = train.TrainConfig(ema_decay=0.999)
+    decays = [train.ema_decay(config, step) for step in range(1, 10001)]
+    assert decays[0] == 2 / 11 and decays == sorted(decays) and decays[-1] == 0.999
+    assert math.prod(decays[:100]) < 1e-9  # the share of the random weights after 100 steps; 0.9 with 0.999 throughout
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
