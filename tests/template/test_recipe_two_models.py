@@ -21,8 +21,9 @@ def last(cwd: Path) -> dict:
     return torch.load(max(run_dir(cwd).glob("checkpoints/step-*.ckpt")), weights_only=True)
 
 
-def test_it_learns_more_than_each_model_alone(program: Path, tmp_path: Path):
-    """Of the right labels of the test set. With a forget_rate of 0, neither model knows of the other."""
+def test_it_learns_more_than_without_the_selection(program: Path, tmp_path: Path):
+    """Of the right labels of the test set: a model that learns from the samples that are easy learns more than one that
+    learns from all. With a forget_rate of 0, neither model knows of the other."""
     accuracies = []
     for forget_rate in (0, 0.4):
         cwd = tmp_path / str(forget_rate)
@@ -43,15 +44,17 @@ def test_without_forgetting_it_is_the_plain_loop(program: Path, tmp_path: Path):
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
 
 
-def test_each_model_learns_from_what_the_other_finds_easy(program: Path):
+@pytest.mark.parametrize("exchange", [True, False])
+def test_each_model_learns_from_what_the_other_finds_easy_or_from_what_it_does(exchange: bool, program: Path):
     losses_of = imported(program, "coteaching").co_teaching_losses
     targets = torch.zeros(6, dtype=torch.int64)
     ease = torch.tensor([5.0, 4, 3, 2, 1, 0])  # the greater the logit of the target, the smaller the loss
     logits = torch.stack([ease, torch.zeros(6)], dim=1).requires_grad_()
     peer_logits = torch.stack([ease.flip(0), torch.zeros(6)], dim=1).requires_grad_()
-    losses_of(logits, peer_logits, targets, kept=0.5)["loss"].backward()
-    assert logits.grad[:, 0].ne(0).tolist() == [False] * 3 + [True] * 3
-    assert peer_logits.grad[:, 0].ne(0).tolist() == [True] * 3 + [False] * 3
+    losses_of(logits, peer_logits, targets, kept=0.5, exchange=exchange)["loss"].backward()
+    first, last = [True] * 3 + [False] * 3, [False] * 3 + [True] * 3  # easy for the model; for the peer
+    assert logits.grad[:, 0].ne(0).tolist() == (last if exchange else first)
+    assert peer_logits.grad[:, 0].ne(0).tolist() == (first if exchange else last)
 
 
 def test_wrong_labels_are_those_of_the_seed_and_in_the_training_set_alone(program: Path, monkeypatch):
