@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import LONG, SMALL, assert_same_training, call, killed_and_resumed, on_one_and_two
-from test_recipes import imported_train, with_recipe
+from test_recipes import imported, imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
 
@@ -28,9 +28,28 @@ def test_it_resists_an_attack(program: Path, tmp_path: Path):
     for weight in (0, 3):
         (tmp_path / str(weight)).mkdir()
         found[weight] = evaluated(program, tmp_path / str(weight), f"--gradient_penalty {weight}")
-    assert found[3]["robust_accuracy"] > found[0]["robust_accuracy"] + 0.2
+    assert found[3]["fgsm_accuracy"] > found[0]["fgsm_accuracy"] + 0.2
     assert found[3]["penalty"] < found[0]["penalty"] / 4
     assert min(found[weight]["accuracy"] for weight in found) > 0.9
+
+
+def test_pgd_stays_near_the_image_and_is_the_stronger_attack(program: Path, monkeypatch: pytest.MonkeyPatch):
+    """Than one step along the sign of the gradient, the fast gradient sign method."""
+    train = imported_train(program, monkeypatch)
+    pgd = imported(program, "pgd")
+    config = train.TrainConfig(width=4)
+    dataset = train.build_datasets(config)["val"]
+    images, targets = dataset.images, dataset.targets
+    model = train.build_model(config, dataset).eval()
+
+    def loss(moved: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(moved), targets)
+
+    (gradients,) = torch.autograd.grad(loss(images.requires_grad_()), images)
+    images.requires_grad_(False)
+    moved = pgd.attacked(model, images, targets, 0.5, 40)
+    assert (moved - images).abs().max() <= 0.5 + 1e-6
+    assert loss(moved) > loss(images + 0.5 * gradients.sign()) > loss(images)
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
