@@ -61,4 +61,4 @@ def test_noise_is_added_as_described(program: Path, monkeypatch: pytest.MonkeyPa
 
     values, count, _ = train.compute_loss(model, (images, None), None)
     assert values["loss"] < 1e-6 and count == 64 and len({*seen}) > 32
-    assert SIGNAL[0] > 0.99 and SIGNAL[-1] < 0.01  # from nearly no noise to nearly nothing else
+    assert SIGNAL[0] > 0.99 and SIGNAL[-1] < 1e-4  # from nearly no noise to nearly nothing else
