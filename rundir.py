@@ -30,7 +30,7 @@ from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run,
 from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig, values_of
 from launch import NO_LIMIT, ResumableDDP, changed_files, check_ranks, difference, gloo_group, handle_signals
 from loggers import Console, open_loggers, scalars_of
-from utils import atomically, parameters_of, regular_file, write_json
+from utils import atomically, check_values, parameters_of, regular_file, write_json
 
 TIMESTAMP = "%Y%m%d-%H%M%S"
 # The commit, and the names of changed files; nothing without git. It takes no lock, which would fail a `git commit` at
@@ -297,6 +297,11 @@ class RunDir:
             "summary": {"seconds": time.monotonic() - self.began, "last": self.summary["last"]},
         }
         self.on_rank_zero(self.write_checkpoint, contents, step, is_regular, is_best)
+
+    def check_values(self, values: Any, val_names: dict, step: int):
+        """utils.check_values for the first step of a process; raises RunError if the loss is not finite, too."""
+        loss = check_values(values, self.config.monitor, val_names, self.fabric.device)
+        self.check_loss(loss, step)
 
     def check_loss(self, loss: float, step: int):
         """Raises RunError if the loss of the steps up to this one is not finite."""

@@ -188,8 +188,7 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
             with fabric.no_backward_sync(model, enabled=is_accumulating):
                 values = compute_loss(model, batch, config)[0]  # the outputs are freed
                 if step == first_step:
-                    first_loss = utils.check_values(values, config.monitor, scalars_of(sanity_results), fabric.device)
-                    run.check_loss(first_loss, step)
+                    run.check_values(values, scalars_of(sanity_results), step)
                 loss = values["loss"]
                 if plan.grad_accum_steps > 1:  # the gradients of all micro-batches add up to their mean
                     loss = loss / plan.grad_accum_steps

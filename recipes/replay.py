@@ -81,7 +81,8 @@ class Replay:
         self.compute_loss = train.compute_loss
         train.compute_loss = self.keep_batch
         train.utils.unscale_gradients = self.end_backward
-        train.utils.check_values = lambda *args: None  # would end at a first loss that is not finite
+        # It would end the run at a first loss that is not finite.
+        RunDir.check_values = lambda *args: None  # type: ignore
         number_of, iterate = Plan.micro_batch_number, TrainSampler.__iter__
         Plan.micro_batch_number = lambda plan, *place: self.begin(plan, place[0], number_of(plan, *place))  # type: ignore
         TrainSampler.__iter__ = lambda sampler: map(self.keep_samples, iterate(sampler))  # type: ignore
