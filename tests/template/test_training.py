@@ -577,7 +577,7 @@ def test_a_loss_that_is_not_finite_names_no_script_or_run_that_is_not_there(opti
     if options:  # its run directory is removed
         (program / "recipes").mkdir()
         (program / "recipes" / "replay.py").touch()
-    error = call(f"{program}/{DIVERGE} {options}", tmp_path, code=1).stderr
+    error = call(f"{program}/train.py {DIVERGE} {options}", tmp_path, code=1).stderr
     assert "find the first such step by --log_interval 1" in error and "replay.py" not in error
 
 
