@@ -47,6 +47,7 @@ POINTS = {
     # ---- data.py
     "build_datasets": ("data.py", "def build_datasets("),
     "digits": ("data.py", "    from sklearn.datasets import load_digits\n"),
+    "target tensor line": ("data.py", "    targets = torch.tensor(targets, dtype=torch.int64)\n"),
     "target tensor": ("data.py", "torch.tensor(targets,"),
     "split": ("data.py", "    train, val, test = np.split("),
     "statistics": ("data.py", "    std, mean = torch.std_mean(images[train])\n"),
