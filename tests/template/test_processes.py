@@ -270,8 +270,8 @@ def test_an_error_of_all_ranks_is_told_by_each_while_rank_0_closes_slowly(tmp_pa
     repo = insert_before(tmp_path / "repo", "run ends", "time.sleep(15)")
     insert_after(repo, "step is done", "if step == 6: run.check_loss(math.nan, step)")
     one, zero = run(f"{repo}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr.splitlines()
-    assert one.startswith("train.py: error: rank 1: the loss is nan in the steps up to 6: ")
-    assert zero.startswith("train.py: error: rank 0: the loss is nan in the steps up to 6: ")
+    assert one.startswith("train.py: error: rank 1: the loss is nan in the steps up to 6; ")
+    assert zero.startswith("train.py: error: rank 0: the loss is nan in the steps up to 6; ")
     assert zero.endswith(f"; {how_to_go_on(tmp_path)}")
 
 
