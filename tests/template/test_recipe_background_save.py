@@ -76,7 +76,7 @@ def contents(path: Path) -> dict:
     found = torch.load(path, weights_only=True)
     del found["checkpoint"]["code"], found["checkpoint"]["summary"]["seconds"]
     for name in MEASURED:
-        del found["checkpoint"]["summary"]["last"][name]
+        found["checkpoint"]["summary"]["last"].pop(name, None)
     return apply_to_collection(found, torch.Tensor, torch.Tensor.tolist)
 
 

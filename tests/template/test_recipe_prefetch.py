@@ -41,9 +41,9 @@ def ahead(tmp_path_factory) -> Path:
     insert_before(program, "build_datasets", NO_STREAMS)
     path = program / "data.py"
     text = path.read_text()
-    asks = '        if self.fabric.device.type == "cuda":\n            return copied_ahead('
+    asks = '        if self.fabric.device.type == "cuda":\n            batches = copied_ahead('
     assert text.count(asks) == 1
-    path.write_text(text.replace(asks, "        if True:\n            return copied_ahead("))
+    path.write_text(text.replace(asks, "        if True:\n            batches = copied_ahead("))
     return program
 
 
