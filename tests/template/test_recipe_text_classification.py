@@ -26,7 +26,7 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
     call(f"{program}/train.py {options}", tmp_path)
     printed = call(f"{program}/test.py --out_dir train_out --accelerator cpu --predictions", tmp_path).stdout
     report = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
-    assert report["results"]["accuracy"] > 0.4
+    assert report["results"]["accuracy"] > 0.25
     assert f"on {report['num_samples']} test samples" in printed
     logits, targets = torch.load(run_dir(tmp_path) / "predictions_test_best.pt", weights_only=True)
     assert logits.shape == (report["num_samples"], 9) and targets.shape == (report["num_samples"],)
