@@ -38,6 +38,11 @@ LONG = (
     "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
 )
 SLOW = LONG.replace("--epochs 30", "--epochs 3000")  # never ends by itself
+# A new run with two checkpoints: the first is the best, the second is not, and the first goes.
+TWO_SAVES = (
+    f"train.py {SMALL} --max_steps 4 --checkpoint_interval 2 --val_interval 2 --log_interval 1 --num_checkpoint_keep 1 "
+    "--monitor train/grad_norm --monitor_mode max --logger_name csv"
+)
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
 MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
@@ -354,6 +359,14 @@ def whole(tmp_path_factory) -> Path:
     """Where a run was never interrupted. To be read, not changed."""
     cwd = tmp_path_factory.mktemp("whole")
     call(LONG, cwd)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory) -> Path:
+    """Where a run of TWO_SAVES was never interrupted. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("two_saves")
+    call(TWO_SAVES, cwd)
     return cwd
 
 

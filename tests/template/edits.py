@@ -113,6 +113,17 @@ def replace(program: Path, point: str, text: str) -> Path:
     return program
 
 
+def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
+    """Puts texts in place of others in a file of a program."""
+    path = copy_programs(program) / name
+    text = path.read_text()
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return program
+
+
 def insert_before(program: Path, point: str, code: str) -> Path:
     """Puts lines of code before those at an edit point, as deep as these are."""
     return replace(program, point, indented(code, point) + POINTS[point][1])

@@ -37,6 +37,7 @@ from conftest import (
     REPO,
     SMALL,
     TORCHRUN,
+    TWO_SAVES,
     assert_same_best,
     children,
     history,
@@ -51,7 +52,7 @@ from conftest import (
     weights,
 )
 from edits import insert_after, insert_before
-from test_faults import TWO_SAVES, kill_before, remove_what_is_no_run
+from test_faults import kill_before, remove_what_is_no_run
 from test_logging import read_tensorboard, values, wandb_id, wandb_records
 
 # 60 epochs of 8 steps, saved and logged every second step: 4 seconds of training.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, clean_environment, diffs, edited
-from edits import copy_programs, insert_after, insert_before, replace
+from edits import copy_programs, insert_after, insert_before, replace, with_text
 from test_own_options import FIELDS, NESTED, with_fields
 from test_recipes import RECIPES, with_recipe
 
@@ -57,17 +57,6 @@ def with_defaults(program: Path, defaults: dict[str, str]) -> Path:
         pattern = rf"(?m)^(    {name}: .+? = (?:field\(default=)?)(?:\(.*?\)|[^\s,]+)"
         text, count = re.subn(pattern, rf"\g<1>{value}", text, count=1)  # TestConfig, which has some, too, comes later
         assert count == 1, name
-    path.write_text(text)
-    return program
-
-
-def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
-    """Puts texts in place of others in a file of a program."""
-    path = copy_programs(program) / name
-    text = path.read_text()
-    for old, new in pairs:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
     path.write_text(text)
     return program
 

@@ -21,6 +21,7 @@ from conftest import (
     ON_2,
     SLOW,
     SMALL,
+    TWO_SAVES,
     assert_same_best,
     assert_same_run,
     assert_whole_checkpoints,
@@ -67,11 +68,6 @@ def hook(event, args):
 
 sys.addaudithook(hook)
 '''
-# A new run with two checkpoints: the first is the best, the second is not, and the first goes.
-TWO_SAVES = (
-    f"train.py {SMALL} --max_steps 4 --checkpoint_interval 2 --val_interval 2 --log_interval 1 --num_checkpoint_keep 1 "
-    "--monitor train/grad_norm --monitor_mode max --logger_name csv"
-)
 
 
 def kill_before(change: str | int, command: str, cwd: Path, tmp_path: Path) -> list[str]:
@@ -193,13 +189,6 @@ def test_no_link_in_a_folder_of_checkpoints_that_is_a_link_is_followed(tmp_path)
     (folder / "step-00000008.ckpt.tmp").symlink_to(precious)
     call("train.py --resume auto --epochs 2", tmp_path)
     assert precious.read_text() == "" and (folder / "step-00000008.ckpt").is_file()
-
-
-@pytest.fixture(scope="module")
-def two_saves(tmp_path_factory) -> Path:
-    cwd = tmp_path_factory.mktemp("two_saves")
-    call(TWO_SAVES, cwd)
-    return cwd
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from conftest import (
     ON_2,
     PREEMPTED,
     SMALL,
+    TWO_SAVES,
     assert_same_best,
     assert_same_run,
     assert_stopped_and_saved,
@@ -29,10 +30,10 @@ from conftest import (
     terminate,
     wait_for,
 )
-from edits import insert_after, insert_before, replace
+from edits import insert_after, insert_before, replace, with_text
 from lightning_utilities.core.apply_func import apply_to_collection
 from test_brought import HALVED
-from test_faults import TWO_SAVES, kill_before, remove_what_is_no_run
+from test_faults import kill_before, remove_what_is_no_run
 from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -63,11 +64,8 @@ def program(tmp_path_factory) -> Path:
 def held(tmp_path_factory) -> Path:
     program = with_recipe("background_save", tmp_path_factory.mktemp("held"))
     insert_before(program, "checkpoint is written", HELD)
-    path = program / "rundir.py"
-    text = path.read_text()
     saved = "        self.has_saved = True\n"
-    assert text.count(saved) == 1
-    path.write_text(text.replace(saved, "".join(f"        {line}\n" for line in WRITTEN.splitlines()) + saved))
+    with_text(program, "rundir.py", (saved, "".join(f"        {line}\n" for line in WRITTEN.splitlines()) + saved))
     return insert_after(program, "step is done", DONE)
 
 
@@ -119,13 +117,6 @@ def test_a_kill_while_a_file_is_written_and_the_loop_is_ahead_costs_nothing(prog
 
 def done_in(cwd: Path) -> str:
     return (cwd / "done").read_text() if (cwd / "done").exists() else ""
-
-
-@pytest.fixture(scope="module")
-def two_saves(tmp_path_factory) -> Path:
-    cwd = tmp_path_factory.mktemp("two_saves")
-    call(TWO_SAVES, cwd)
-    return cwd
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from conftest import (
     PREEMPTED,
     SMALL,
     TORCHRUN,
+    TWO_SAVES,
     assert_same_best,
     assert_same_run,
     assert_stopped_and_saved,
@@ -129,10 +130,6 @@ def test_it_goes_on_elsewhere_with_the_same_bits(
 
 
 # Two checkpoints, and the first goes. The second comes when the mirror has the first.
-TWO_SAVES = (
-    f"train.py {SMALL} --max_steps 4 --checkpoint_interval 2 --val_interval 2 --log_interval 1 --num_checkpoint_keep 1 "
-    "--monitor train/grad_norm --monitor_mode max --logger_name csv"
-)
 ONE_IS_THERE = """
 import pathlib, time
 
@@ -144,13 +141,6 @@ while step == 3 and not list(pathlib.Path("../disk").glob("runs/*/summary.json")
 @pytest.fixture(scope="module")
 def paced(tmp_path_factory) -> Path:
     return insert_after(with_recipe("mirror", tmp_path_factory.mktemp("paced")), "step is done", ONE_IS_THERE)
-
-
-@pytest.fixture(scope="module")
-def two_saves(tmp_path_factory) -> Path:
-    cwd = tmp_path_factory.mktemp("two_saves")
-    call(TWO_SAVES, cwd)
-    return cwd
 
 
 @pytest.mark.parametrize(
@@ -236,13 +226,10 @@ def test_processes_of_torchrun_get_a_run_back_once(program: Path, held: Path, di
 
 
 def test_a_disk_that_is_behind_gets_the_run_of_the_mirror(
-    program: Path, held: Path, disk: Path, machines: list[Path], tmp_path: Path
+    program: Path, held: Path, disk: Path, machines: list[Path], whole: Path
 ):
     """As of a machine that comes back after another one has gone on. What it had is kept under another name."""
     first, second = machines
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    call(LONG, whole)
     process = start(f"{held}/{LONG} {at(disk)}", first)
     wait_for(lambda: process.poll() is not None or newest(disk) == 30)
     kill_group(process)
@@ -301,11 +288,9 @@ def test_a_rehearsal_is_not_mirrored(program: Path, disk: Path, cwd: Path):
     assert os.listdir(disk) == [".mirror"] and os.listdir(cwd) == []
 
 
-def test_a_disk_that_goes_away_costs_the_run_nothing(held: Path, disk: Path, cwd: Path, tmp_path: Path):
+def test_a_disk_that_goes_away_costs_the_run_nothing(held: Path, disk: Path, cwd: Path, whole: Path, tmp_path: Path):
     """A file lies in its place. What it had stays whole."""
-    whole, away = tmp_path / "whole", tmp_path / "away"
-    whole.mkdir()
-    call(LONG, whole)
+    away = tmp_path / "away"
     process = start(f"{held}/{LONG} {at(disk)}", cwd)
     wait_for(lambda: process.poll() is not None or newest(disk) == 30)
     disk.rename(away)
@@ -414,12 +399,9 @@ def assert_on_server(machine: Path, server: Server) -> None:
 
 @needs_s3
 def test_a_run_on_a_server_goes_on_elsewhere_with_the_same_bits(
-    program: Path, held: Path, server: Server, machines: list[Path], tmp_path: Path
+    program: Path, held: Path, server: Server, machines: list[Path], whole: Path
 ):
     first, second = machines
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    call(LONG, whole)
     server.start()
     mirror = f"--resume auto --mirror {server.address}"
     process = start(f"{held}/{LONG} {mirror}", first, **server.env)
@@ -472,10 +454,10 @@ def test_a_server_that_dies_and_comes_back_gets_the_run_again(held: Path, server
 
 
 @needs_s3
-def test_a_server_that_stays_away_costs_the_run_nothing(program: Path, server: Server, machines: list[Path], tmp_path):
-    whole, (first, second) = tmp_path / "whole", machines
-    whole.mkdir()
-    call(LONG, whole)
+def test_a_server_that_stays_away_costs_the_run_nothing(
+    program: Path, server: Server, machines: list[Path], whole: Path
+):
+    first, second = machines
     done = run(f"{program}/{LONG} --mirror {server.address}", first, **server.env)
     assert done.stdout.count("does not answer; the run goes on") == 1
     assert done.stdout.endswith(f" has not the last part of the run, which is in {run_dir(first).name} alone\n")

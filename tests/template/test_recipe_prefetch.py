@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LONG, assert_same_run, call, interrupt, kill_group, run
-from edits import insert_before
+from edits import insert_before, with_text
 from test_recipes import imported, with_recipe
 
 # Streams that wait for nothing, and a loader that takes any device for one that has some.
@@ -39,11 +39,8 @@ def ahead(tmp_path_factory) -> Path:
     """The program, which loads ahead on a CPU, too."""
     program = with_recipe("prefetch", tmp_path_factory.mktemp("ahead"))
     insert_before(program, "build_datasets", NO_STREAMS)
-    path = program / "data.py"
-    text = path.read_text()
     asks = '        if self.fabric.device.type == "cuda":\n            batches = copied_ahead('
-    assert text.count(asks) == 1
-    path.write_text(text.replace(asks, "        if True:\n            batches = copied_ahead("))
+    with_text(program, "data.py", (asks, "        if True:\n            batches = copied_ahead("))
     return program
 
 
