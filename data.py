@@ -119,7 +119,7 @@ class ImageDataset(Dataset):
 class TrainSampler:
     """Yields the micro-batches of a rank from `self.step`, which `Loader.batches_from` sets, to the end of the epoch. A
     micro-batch is a pair: its number in the run, and the indices of its samples. A second stream of data needs a plan
-    of its own from `make_plan`, and another seed, as in recipes/semi_supervised.patch."""
+    of its own from `make_plan`, and another seed, as in recipes/kinds/semi_supervised.patch."""
 
     plan: Any  # the Plan of the run
     dataset: Any  # its method `order`, if it has one, gives the indices of an epoch; else they are shuffled

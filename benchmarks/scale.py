@@ -152,7 +152,7 @@ def stands() -> None:
             run_dir.save(step, is_regular=True, is_best=True)
             waits.append(time.perf_counter() - began)
             path = run_dir.path / "checkpoints" / f"step-{step:08d}.ckpt"
-            while not path.exists():  # with recipes/background_save.patch, a thread writes it
+            while not path.exists():  # with recipes/features/background_save.patch, a thread writes it
                 time.sleep(0.1)
             size = path.stat().st_size / 1e9
     print(f"{size:.1f} GB: the loop stands still for {statistics.median(waits):.2f} s, at most {max(waits):.2f} s")

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Says which of recipes/*.patch and benchmarks/*.patch still apply to the code as it is, and why others do not; in
+# Says which of recipes/*/*.patch and benchmarks/*.patch still apply to the code as it is, and why others do not; in
 # brackets how many files a recipe changes, and how many lines it adds and removes there (not in model.py). Exits with
 # how many do not apply.
 #   recipes/check.sh
@@ -14,7 +14,7 @@ in_copy() { git -C "$copy" -c user.name=recipes -c user.email= "$@"; }
 in_copy init --quiet && in_copy add --all && in_copy commit --quiet --message "the code as it is"
 
 shopt -s nullglob # benchmarks/ may have been deleted
-for recipe in recipes/*.patch benchmarks/*.patch; do
+for recipe in recipes/*/*.patch benchmarks/*.patch; do
     if ! in_copy apply --index "$PWD/$recipe"; then
         echo "FAILS:   $recipe"
         failed=$((failed + 1))

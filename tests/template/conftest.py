@@ -46,7 +46,7 @@ TWO_SAVES = (
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
 MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
-MEASURED_TOKENS = ("tokens_per_second", "mfu")  # likewise, of recipes/language_model.patch
+MEASURED_TOKENS = ("tokens_per_second", "mfu")  # likewise, of recipes/kinds/language_model.patch
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
 

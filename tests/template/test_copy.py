@@ -15,7 +15,7 @@ from test_own_options import FIELDS, NESTED, with_fields
 from test_recipes import RECIPES, with_recipe
 
 DIFFS = diffs("README.md")
-PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
+PATCHES = sorted(path.stem for path in RECIPES.glob("*/*.patch"))
 NEEDS = {"text_classification": "transformers", "mlflow": "mlflow"}  # packages that are not in requirements.txt
 # What a recipe changes in test_project.py, as it says there.
 CHANGES = {

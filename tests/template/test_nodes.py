@@ -1,4 +1,4 @@
-"""Several machines: two hosts, which recipes/two_hosts.sh makes out of this one, train one run."""
+"""Several machines: two hosts, which recipes/cluster/two_hosts.sh makes out of this one, train one run."""
 
 import os
 import re
@@ -27,7 +27,7 @@ from conftest import (
     without_locks,
 )
 
-HOSTS = "recipes/two_hosts.sh"
+HOSTS = "recipes/cluster/two_hosts.sh"
 BIN = Path(sys.executable).parent
 MICRO_16 = f"{SMALL} --epochs 2 --micro_batch_size 16"
 PLAIN = f"{sys.executable} {REPO}/train.py --num_nodes 2 --strategy ddp"

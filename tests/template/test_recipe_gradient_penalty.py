@@ -1,4 +1,4 @@
-"""recipes/gradient_penalty.patch: a gradient of a gradient, in training and in a validation."""
+"""recipes/kinds/gradient_penalty.patch: a gradient of a gradient, in training and in a validation."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""recipes/mlflow.patch: what MLflow's own client reads from the store, where mlflow is installed."""
+"""recipes/features/mlflow.patch: what MLflow's own client reads from the store, where mlflow is installed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""recipes/pictures.patch: the first training batch in TensorBoard, and the most confident mistakes of a model."""
+"""recipes/features/pictures.patch: the first training batch in TensorBoard, and a model's most confident mistakes."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""recipes/regression.patch: a number for each row of a table, with errors in its own unit."""
+"""recipes/kinds/regression.patch: a number for each row of a table, with errors in its own unit."""
 
 import json
 from pathlib import Path

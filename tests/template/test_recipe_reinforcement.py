@@ -1,4 +1,4 @@
-"""recipes/reinforcement.patch: a policy that learns from episodes it plays; no data set, no epochs."""
+"""recipes/kinds/reinforcement.patch: a policy that learns from episodes it plays; no data set, no epochs."""
 
 import json
 import math

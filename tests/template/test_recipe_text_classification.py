@@ -1,4 +1,4 @@
-"""recipes/text_classification.patch: applied to a copy of the programs and run, where transformers is installed."""
+"""recipes/kinds/text_classification.patch: applied to a copy of the programs, and run with transformers."""
 
 import importlib.util
 import json

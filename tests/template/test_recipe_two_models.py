@@ -1,4 +1,4 @@
-"""recipes/two_models.patch: co-teaching, two models with an optimizer each, on labels of which some are wrong."""
+"""recipes/kinds/two_models.patch: co-teaching, two models with an optimizer each, on labels of which some are wrong."""
 
 import re
 from pathlib import Path

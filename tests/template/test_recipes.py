@@ -18,7 +18,12 @@ from conftest import ON_2, REPO, SMALL, call, edited, history, run, run_dir
 from edits import apply, copy_programs, replace
 
 RECIPES = REPO / "recipes"
-PATCHES = sorted([*RECIPES.glob("*.patch"), *REPO.glob("benchmarks/*.patch")])
+PATCHES = sorted([*RECIPES.glob("*/*.patch"), *REPO.glob("benchmarks/*.patch")])
+
+
+def patch_of(name: str) -> Path:
+    (path,) = RECIPES.glob(f"*/{name}.patch")
+    return path
 
 
 def with_patch(patch: Path, folder: Path) -> Path:
@@ -27,7 +32,7 @@ def with_patch(patch: Path, folder: Path) -> Path:
 
 
 def with_recipe(name: str, folder: Path) -> Path:
-    return with_patch(RECIPES / f"{name}.patch", folder)
+    return with_patch(patch_of(name), folder)
 
 
 def imported(program: Path, name: str) -> ModuleType:
@@ -199,7 +204,7 @@ def job(tmp_path: Path):
     def run_job(code: int, writes: str = "", options: str = "--epochs 3", **env: str) -> tuple[int, str, str]:
         slurm = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
         process = subprocess.run(
-            ["bash", RECIPES / "slurm.sbatch", *options.split()],
+            ["bash", RECIPES / "cluster" / "slurm.sbatch", *options.split()],
             cwd=tmp_path,
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "WRITES": writes or "none"}
             | slurm
@@ -268,7 +273,7 @@ def with_nvidia_smi(tmp_path: Path, monkeypatch) -> None:
     [("", "GPU-11\n", ""), ("3", "GPU-11,GPU-33,GPU-44\n", ""), ("4", "", "3 of 5 are idle"), ("two", "", "how many?")],
 )
 def test_idle_gpus(wanted: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path):
-    done = run(f"recipes/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0)
+    done = run(f"recipes/cluster/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0)
     assert done.stdout == printed and done.stderr.count("\n") == (error != "") and error in done.stderr
 
 
@@ -279,13 +284,13 @@ def test_idle_gpus(wanted: str, printed: str, error: str, with_nvidia_smi, tmp_p
 def test_idle_gpus_are_of_those_that_are_visible(
     visible: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path
 ):
-    done = run("recipes/idle_gpus.sh", tmp_path, code=1 if error else 0, CUDA_VISIBLE_DEVICES=visible)
+    done = run("recipes/cluster/idle_gpus.sh", tmp_path, code=1 if error else 0, CUDA_VISIBLE_DEVICES=visible)
     assert done.stdout == printed and error in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has nvidia-smi")
 def test_idle_gpus_needs_nvidia_smi(tmp_path: Path):
-    assert "no nvidia-smi" in run("recipes/idle_gpus.sh", tmp_path, code=1).stderr
+    assert "no nvidia-smi" in run("recipes/cluster/idle_gpus.sh", tmp_path, code=1).stderr
 
 
 # ---- check.sh, style
@@ -304,7 +309,7 @@ def test_a_patch_leaves_the_style_as_it_is(patch: Path, tmp_path: Path):
 def named_in(section: str) -> list[str]:
     """The patches in a section of the page."""
     text = (RECIPES / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| \[\w+(?:\.patch)?\]\((\w+)\.patch\)", text, re.MULTILINE)
+    return re.findall(r"^\| \[\w+(?:\.patch)?\]\(\w+/(\w+)\.patch\)", text, re.MULTILINE)
 
 
 def apart_in(section: str) -> set[frozenset]:
@@ -317,7 +322,7 @@ def apart_in(section: str) -> set[frozenset]:
 def changed_lines(recipe: str) -> set[tuple]:
     """What a patch changes, with a line before and after: names of files, and numbers of lines in them."""
     found, name = set(), ""
-    for line in (RECIPES / f"{recipe}.patch").read_text().splitlines():
+    for line in patch_of(recipe).read_text().splitlines():
         name = line.removeprefix("--- a/") if line.startswith("--- ") else name
         if hunk := re.match(r"@@ -(\d+)(?:,(\d+))? ", line):
             first, count = int(hunk[1]), int(hunk[2] or 1)
@@ -355,7 +360,7 @@ def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path
         subprocess.run([*git, *command], cwd=program, check=True)
     fit = []
     for second in FEATURES:
-        if subprocess.run([*git, "apply", RECIPES / f"{second}.patch"], cwd=program, capture_output=True).returncode:
+        if subprocess.run([*git, "apply", patch_of(second)], cwd=program, capture_output=True).returncode:
             continue
         fit.append(second)
         ruff = Path(sys.executable).parent / "ruff"
@@ -377,7 +382,7 @@ def teacher(tmp_path_factory) -> Path:
 def test_recipes_that_change_neighbouring_lines_train_together(kind: str, feature: str, teacher: Path, tmp_path: Path):
     if kind == "text_classification":
         pytest.importorskip("transformers")
-    program = apply((RECIPES / f"{feature}.patch").read_text(), with_recipe(kind, tmp_path / "program"))
+    program = apply(patch_of(feature).read_text(), with_recipe(kind, tmp_path / "program"))
     options = f"{NEEDS.get(kind, '')} {NEEDS.get(feature, '')}".format(teacher=teacher)
     steps = "--max_steps 3 --val_interval 1 --log_interval 1 --checkpoint_interval 1 --limit_val_batches 1"
     how = run if "sharded" in (kind, feature) else call  # its launcher would change the threads of this process
@@ -393,8 +398,8 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
         return {re.search(r"recipes/(\S+)", line)[1]: line.partition(":")[0] for line in lines}
 
     copy_programs(tmp_path)
-    patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "mnist.patch"
-    good = {path.name: "applies" for path in RECIPES.glob("*.patch")}
+    patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "data" / "mnist.patch"
+    good = {f"{path.parent.name}/{path.name}": "applies" for path in RECIPES.glob("*/*.patch")}
     config = (tmp_path / "config.py").read_text()
     (tmp_path / "config.py").write_text("# a new line\n" + config)
     before = patch.read_text()
@@ -404,9 +409,11 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
     assert check() == good
     (tmp_path / "config.py").write_text(config.replace('dataset: Literal["digits"]', 'dataset: Literal["digits", "x"]'))
     failing = [
-        path.name for path in RECIPES.glob("*.patch") if '    dataset: Literal["digits"] = "digits"' in path.read_text()
+        f"{path.parent.name}/{path.name}"
+        for path in RECIPES.glob("*/*.patch")
+        if '    dataset: Literal["digits"] = "digits"' in path.read_text()
     ]
-    assert "mnist.patch" in failing
+    assert "data/mnist.patch" in failing
     assert check("--write", code=len(failing)) == good | dict.fromkeys(failing, "FAILS")
 
 

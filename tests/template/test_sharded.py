@@ -1,4 +1,4 @@
-"""recipes/sharded.patch: weights, gradients and optimizer spread over the processes (FSDP2, here on CPUs)."""
+"""recipes/cluster/sharded.patch: weights, gradients and optimizer spread over the processes (FSDP2, here on CPUs)."""
 
 import io
 import json
