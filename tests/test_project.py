@@ -3,21 +3,26 @@ count or an option that you may change. They start the real programs in small ru
 minutes with the template's own model.
 
 python -m pytest tests/test_project.py
+WHERE=all python -m pytest tests/test_project.py    # in each precision of this machine, also on its GPU
 
-A run has ten steps. Make thresholds, delays and warm-ups of your own small in SMALL: what acts later is not tried.
+A run has ten steps. Make thresholds, delays and warm-ups of your own small in SMALL: what acts later is not tried. The
+last lines say what was shown.
 """
 
 import csv
+import functools
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -55,13 +60,34 @@ SMALL = {
 # The columns of metrics.csv that are measured, and differ from run to run. If you log another one, add it.
 MEASURED = {"samples_per_second", "data_wait", "peak_memory_mb", "tokens_per_second", "mfu"}
 
-# How far the losses, and the results of a validation, of two processes may be from those of one: rounding, relative to
-# the largest. It grows where a network has kinks, such as ReLU, or an adversary. With BatchNorm, whose statistics are
-# those of the first process, give the second a larger value, or take recipes/features/sync_batchnorm.patch.
+# How far the losses, and the results of a validation, of two processes may be from those of one: rounding of float32,
+# relative to the largest. (In other precisions as much more as their numbers are coarser.) It grows where a network has
+# kinks, such as ReLU, or an adversary. With BatchNorm, whose statistics are those of the first process, give the second
+# a larger value, or take recipes/features/sync_batchnorm.patch.
 TRAIN_TOLERANCE = 1e-6
 VAL_TOLERANCE = 1e-6
 WORKERS = "2"  # data workers of one of the resumes; 0 where a dataset cannot have any
 KILL = "step-00000009.ckpt"  # is not written any more
+KILLED = "killed in step 9 of 10, resumed after step 6"
+
+SHOWN: dict[str, list[str]] = {}  # what the last lines say
+
+
+def places() -> list[dict[str, str]]:
+    """The options of where the runs train: none, so as SMALL says; with WHERE=all, one place after another."""
+    if os.environ.get("WHERE") != "all":
+        return [{}]
+    found = [("cpu", "32-true"), ("cpu", "bf16-mixed")]
+    if torch.cuda.is_available():
+        found += [("cuda", "32-true"), ("cuda", "bf16-mixed"), ("cuda", "16-mixed")]
+    if torch.backends.mps.is_available():
+        found.append(("mps", "32-true"))
+    return [{"accelerator": accelerator, "precision": precision} for accelerator, precision in found]
+
+
+def words(place: dict[str, str]) -> str:
+    options = SMALL | place
+    return f"{options['accelerator']} {options['precision']}"
 
 
 def small(cls: type = config.TrainConfig, **changed: str) -> str:
@@ -96,8 +122,15 @@ def run(command: str, cwd: Path, code: int = 0, is_fresh: bool = False, **env: s
     finally:
         process.kill()
     done = subprocess.CompletedProcess(command, process.returncode, out, err)
-    assert done.returncode == code, f"{command}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    if done.returncode != code:
+        last = "\n".join((out + err).splitlines()[-30:])
+        fail(f"python {command}\nends with exit code {done.returncode} instead of {code}:\n{last}")
     return done
+
+
+def fail(message: str) -> NoReturn:
+    """Without the code of the test, so that it fits on a screen."""
+    pytest.fail(message, pytrace=False)
 
 
 def run_dir(cwd: Path) -> Path:
@@ -106,20 +139,28 @@ def run_dir(cwd: Path) -> Path:
     return found.parent
 
 
-def history(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv, without what is measured."""
+def history(folder: Path) -> dict[str, str]:
+    """What metrics.csv has of each step, without what is measured."""
+    found = {}
     with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
-        return [{name: value for name, value in row.items() if name not in MEASURED} for row in csv.DictReader(file)]
+        for row in csv.DictReader(file):
+            found |= {f"step {row['step']}, {name}": value for name, value in row.items() if name not in MEASURED}
+    return found
 
 
-def bits(path: Path) -> dict[str, Any]:
-    """Every value in model.pt or a checkpoint by name; of a tensor, its bytes. What a checkpoint has about itself, such
-    as the seconds of the run, is left out."""
+def column(history: dict[str, str], name: str) -> list[float]:
+    """The values of a column, in the steps that have one."""
+    return [float(value) for key, value in history.items() if key.endswith(f", {name}") and value]
 
-    def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+
+def bits(path: Path) -> dict[str, str]:
+    """Every value in model.pt or a checkpoint by name; of a tensor, the checksum of its bytes. What a checkpoint has
+    about itself, such as the seconds of the run, is left out."""
+
+    def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, torch.Tensor):
             raw = value.contiguous().flatten().view(torch.uint8)
-            yield name, (value.dtype, value.shape, raw.numpy().tobytes())
+            yield name, f"{value.dtype} {tuple(value.shape)} {checksum(raw.numpy())}"
         elif isinstance(value, dict):
             for key, item in value.items():
                 yield from leaves(item, f"{name}[{key!r}]")
@@ -134,87 +175,171 @@ def bits(path: Path) -> dict[str, Any]:
     return dict(leaves(saved, path.name))
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def all_bits(folder: Path) -> dict[str, str]:
+    """Those of the weights and the checkpoints of a run."""
+    found = {}
+    for path in (folder / "model.pt", *sorted(folder.glob("checkpoints/*.ckpt"))):
+        found |= bits(path)
+    return found
+
+
+def checksum(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def contents(folder: Path) -> dict[str, str]:
     """What a run has written, by path; without what is measured, and what is about the process."""
-    found: dict[str, Any] = {}
+    found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         about_process = name.startswith(("provenance/", "events.", "test_", "train.log", ".lock"))
         if path.is_dir() or about_process:
             continue
         if path.suffix in (".pt", ".ckpt"):
-            found |= {f"{name}: {key}": value for key, value in bits(path).items()}
+            found |= bits(path)
         elif path.name == "metrics.csv":
-            found |= {f"{name}: step {row['step']}": row for row in history(folder)}
+            found |= {f"{name}: {key}": value for key, value in history(folder).items()}
         elif path.name == "summary.json":
-            found[name] = json.loads(path.read_text())
+            summary = json.loads(path.read_text())
             for measured in ("seconds", "last"):  # the last results are in metrics.csv, too
-                found[name].pop(measured)
+                summary.pop(measured)
+            found[name] = json.dumps(summary, sort_keys=True)
         elif path.name == "config.yaml":
             options = config.values_of(cli.read_config(folder))
             options.pop("num_workers", None)  # may change on a resume
-            found |= {f"--{name}": value for name, value in options.items()}
+            found |= {f"--{name}": repr(value) for name, value in options.items()}
         else:
-            found[name] = path.read_bytes()
+            found[name] = f"{path.stat().st_size} bytes, {checksum(path.read_bytes())}"
     return found
 
 
-def inputs(record: Path) -> dict[int, list[str]]:
-    """What compute_loss got in the training steps: for the number of each micro-batch the lines of recorded.py."""
-    found = defaultdict(list)
+def inputs(record: Path) -> dict[tuple[int, int], str]:
+    """What compute_loss got in the training steps: for each step and number of a micro-batch the checksums of
+    recorded.py."""
+    found = defaultdict(str)
     for line in record.read_text().splitlines():
-        number, _, checksums = line.partition(" ")
-        found[int(number)].append(checksums)
+        step, number, checksums = line.split(maxsplit=2)
+        found[int(step), int(number)] += f"{checksums} "
     return dict(found)
+
+
+def named(inputs: dict[tuple[int, int], str]) -> dict[str, str]:
+    return {f"step {step}, micro-batch {number}": value for (step, number), value in inputs.items()}
 
 
 def differing(found: dict, expected: dict) -> list:
     """The keys whose values differ."""
     names = {**expected, **found}  # in this order
-    return [name for name in names if name not in found or name not in expected or found[name] != expected[name]]
+    return [name for name in names if found.get(name) != expected.get(name)]
+
+
+def assert_same(found: dict, expected: dict, advice: str) -> None:
+    """Fails with the first values that differ, and with what to look for."""
+    assert expected != {}
+    names = differing(found, expected)
+    if names:
+        lines = [f"{name}: {found.get(name, 'missing')} instead of {expected.get(name, 'none')}" for name in names[:5]]
+        fail("\n".join([f"{len(names)} of {len(expected)} differ, first:", *lines, advice]))
 
 
 class Run(NamedTuple):
     folder: Path
-    record: Path
+    record: Path  # of the inputs
+    modules: Path  # the outputs and gradients of the modules, if they were asked for
 
     @classmethod
-    def train(cls, cwd: Path, options: str, kill: str = "-", shift: int = 0, **more) -> "Run":
+    def train(cls, cwd: Path, options: str, kill: str = "-", shift: int = 0, has_modules: bool = False) -> "Run":
         """A run in an empty folder."""
+        cwd.mkdir(exist_ok=True)
         record = cwd / "record"
+        modules = cwd / "modules"
         code = 0 if kill == "-" else -signal.SIGKILL
-        run(f"tests/recorded.py {record} {kill} {shift} {options}", cwd, code, **more)
-        return cls(run_dir(cwd), record)
+        run(f"tests/recorded.py {record} {modules if has_modules else '-'} {kill} {shift} {options}", cwd, code)
+        return cls(run_dir(cwd), record, modules)
 
-    def resume(self, cwd: Path, options: str = "", start: Path | None = None, **more) -> "Run":
+    def resume(self, cwd: Path, options: str = "", start: Path | None = None, has_modules=False, **more) -> "Run":
         """A copy of the run, resumed in another folder."""
         folder = cwd / self.folder.name
         shutil.copytree(self.folder, folder)
         record = cwd / "record"
-        run(f"tests/recorded.py {record} - 0 --resume {folder} {options}", start or cwd, **more)
-        return Run(folder, record)
+        modules = cwd / "modules"
+        command = f"tests/recorded.py {record} {modules if has_modules else '-'} - 0 --resume {folder} {options}"
+        run(command, start or cwd, **more)
+        return Run(folder, record, modules)
+
+
+@functools.cache  # several tests ask for it
+def first_module_that_differs(options: str) -> str:
+    """Trains again until the kill, twice, and resumes: where the first other bits come from."""
+    cwd = Path(tempfile.mkdtemp())
+
+    def first(found: Path, expected: Path) -> str:
+        """The first line of one file that the other does not have, as far as that goes; "" if there is none."""
+        others = expected.read_text().splitlines()
+        steps = {line.partition(",")[0] for line in others}
+        lines = [line for line in found.read_text().splitlines() if line.partition(",")[0] in steps]
+        return next((line for line in lines if line not in set(others)), "").rpartition(": ")[0]  # without the checksum
+
+    one = Run.train(cwd / "one", options, KILL, has_modules=True)
+    other = Run.train(cwd / "other", options, KILL, has_modules=True)
+    if module := first(other.modules, one.modules):
+        return (
+            f"Two equal runs differ, first in {module}: an operation there gives other bits each time. The page of "
+            "torch.use_deterministic_algorithms lists such operations; or it draws from a generator of its own."
+        )
+    resumed = one.resume(cwd, has_modules=True)
+    if module := first(resumed.modules, one.modules):
+        return f"Two equal runs do not differ. The resumed run does, first in {module}."
+    return "No module has other outputs or gradients: look at what changes the weights or the state after them."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def last_lines(request: pytest.FixtureRequest) -> None:
+    """Lets pytest end with what was shown."""
+
+    class Lines:
+        def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+            for subject, things in SHOWN.items():
+                terminalreporter.write_line(f"{subject}: {', '.join(things)}")
+            unknown = [name for name in SMALL if name not in config.values_of(config.TrainConfig())]
+            if unknown:
+                terminalreporter.write_line(f"SMALL has options that train.py does not have: {', '.join(unknown)}")
+            if places() == [{}]:
+                devices = " and on this machine's GPU" if torch.cuda.is_available() else ""
+                terminalreporter.write_line(f"not tried: other precisions{devices}, by WHERE=all in the environment")
+
+    request.config.pluginmanager.register(Lines())
+
+
+def shown(subject: str, thing: str) -> None:
+    SHOWN.setdefault(subject, []).append(thing)
+
+
+@pytest.fixture(scope="module", params=places(), ids=words)
+def place(request) -> dict[str, str]:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Run:
+def whole(place, tmp_path_factory) -> Run:
     """A run that was left alone."""
-    return Run.train(tmp_path_factory.mktemp("whole"), small())
+    return Run.train(tmp_path_factory.mktemp("whole"), small(**place))
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> Run:
+def killed(place, tmp_path_factory) -> Run:
     """The same run, killed in step 9."""
-    found = Run.train(tmp_path_factory.mktemp("killed"), small(), KILL)
+    found = Run.train(tmp_path_factory.mktemp("killed"), small(**place), KILL)
     assert not cli.is_finished(found.folder)
     return found
 
 
-@pytest.fixture(scope="module", params=["resumed", "elsewhere"])
+@pytest.fixture(scope="module", params=["here", "elsewhere"])
 def resumed(request, killed: Run, tmp_path_factory) -> Run:
     """The run that was killed, resumed; the second time with data workers, by a fresh interpreter with other hashes of
     strings, in another time zone and folder."""
     cwd = tmp_path_factory.mktemp(request.param)
-    if request.param == "resumed":
+    if request.param == "here":
         return killed.resume(cwd)
     start = tmp_path_factory.mktemp("start")
     workers = f"--num_workers {WORKERS}" if "num_workers" in config.values_of(config.TrainConfig()) else ""
@@ -222,104 +347,163 @@ def resumed(request, killed: Run, tmp_path_factory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Run:
+def killed_in(resumed: Run, place) -> str:
+    """The beginning of a line that says what the tests of a resumed run have shown."""
+    is_here = resumed.folder.parent.name.startswith("here")
+    where = "" if is_here else f" elsewhere ({WORKERS} data workers, other hashes, time zone, folder)"
+    return f"{words(place)}: {KILLED}{where}"
+
+
+@pytest.fixture(scope="module")
+def two(place, tmp_path_factory) -> Run:
     """The run on two processes."""
-    return Run.train(tmp_path_factory.mktemp("two"), small(devices="2"))
+    accelerator = (SMALL | place)["accelerator"]
+    if accelerator == "mps" or (accelerator == "cuda" and torch.cuda.device_count() < 2):
+        pytest.skip("two processes need two GPUs")
+    return Run.train(tmp_path_factory.mktemp("two"), small(**{**place, "devices": "2"}))
 
 
 # ---- training
 
 
-def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(tmp_path: Path):
-    printed = run(f"train.py {small()} --fast_run", tmp_path).stdout
+def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(place, tmp_path: Path):
+    printed = run(f"train.py {small(**place)} --fast_run", tmp_path).stdout
     assert config.TrainConfig().monitor in printed  # so it has validated
     assert "after 1 of 2 steps" in printed and "after 2 of 2 steps" in printed
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_was_killed_and_resumed_has_the_same_inputs(whole: Run, resumed: Run):
-    """If this fails, the batches or further arguments of compute_loss are others after a resume: a second loader that
-    begins anew, a generator of one's own, a file that data workers share, or an order that depends on a set."""
-    expected = inputs(whole.record)
+def test_a_run_that_was_killed_and_resumed_has_the_same_inputs(whole: Run, resumed: Run, killed_in: str):
     found = inputs(resumed.record)
-    assert found, "compute_loss of train.py was not called after set_seed"
-    assert max(found) == max(expected)
-    assert differing(found, {number: expected[number] for number in expected if number >= min(found)}) == []
+    if not found:
+        fail("train.py did not call compute_loss after set_seed")
+    expected = inputs(whole.record)
+    first_step, _ = min(found)
+    later = {(step, number): value for (step, number), value in expected.items() if step >= first_step}
+    assert_same(
+        named(found),
+        named(later),
+        "The batches or further arguments of compute_loss are others after a resume. Look for a second loader that "
+        "begins anew, a generator of your own, a file that data workers share, an order that depends on a set.",
+    )
+    shown(killed_in, "same inputs")
 
 
-@pytest.mark.parametrize("files", ["model.pt", "checkpoints/*.ckpt"])
-def test_a_run_that_was_killed_and_resumed_has_the_same_bits(files: str, whole: Run, resumed: Run):
-    """If this fails, a step depends on what a resume does not restore: a value that is not in `state` of train.py, or
-    random numbers that are not seeded for each step."""
-    names = sorted(str(path.relative_to(whole.folder)) for path in whole.folder.glob(files))
-    assert names == sorted(str(path.relative_to(resumed.folder)) for path in resumed.folder.glob(files)) != []
-    for name in names:
-        assert differing(bits(resumed.folder / name), bits(whole.folder / name)) == []
+def test_a_run_that_was_killed_and_resumed_has_the_same_bits(whole: Run, resumed: Run, killed_in: str, place):
+    """In the weights and the checkpoints."""
+    expected = all_bits(whole.folder)
+    found = all_bits(resumed.folder)
+    if found != expected:
+        assert_same(
+            found,
+            expected,
+            f"{first_module_that_differs(small(**place))}\n"
+            "A step depends on what a resume does not restore: a value that is not in `state` of train.py, or random "
+            "numbers that are not seeded for each step.",
+        )
+    shown(killed_in, "same bits")
 
 
-def test_a_run_that_was_killed_and_resumed_has_the_same_history(whole: Run, resumed: Run):
-    rows = history(whole.folder)
-    assert [row["step"] for row in rows] == [str(step) for step in range(1, 11)]
-    assert history(resumed.folder) == rows
+def test_a_run_that_was_killed_and_resumed_has_the_same_history(whole: Run, resumed: Run, killed_in: str):
+    expected = history(whole.folder)
+    assert {int(key.split(",")[0].removeprefix("step ")) for key in expected} == set(range(1, 11))
+    assert_same(history(resumed.folder), expected, "What is logged is not restored by a resume, or is random.")
+    shown(killed_in, "same history")
 
 
-def test_a_run_that_was_killed_and_resumed_has_the_same_files(whole: Run, resumed: Run):
-    """If this fails for a file of your own, it is written from what a resume does not restore, or is written twice."""
-    expected = contents(whole.folder)
-    found = contents(resumed.folder)
-    assert differing(found, expected) == []
+def test_a_run_that_was_killed_and_resumed_has_the_same_files(whole: Run, resumed: Run, killed_in: str):
+    advice = "A file of your own is written from what a resume does not restore, or is written twice."
+    assert_same(contents(resumed.folder), contents(whole.folder), advice)
+    shown(killed_in, "same files")
 
 
-def test_two_processes_get_the_inputs_of_one(whole: Run, two: Run):
+def test_two_processes_get_the_inputs_of_one(whole: Run, two: Run, place):
     """One process computes the two micro-batches of a step in turn, two compute them at once."""
-    assert differing(inputs(two.record), inputs(whole.record)) == []
+    advice = "The processes disagree on the order of the samples, or draw other random numbers than one process."
+    assert_same(named(inputs(two.record)), named(inputs(whole.record)), advice)
+    shown(f"{words(place)}: 2 processes", "same inputs")
 
 
-def test_two_processes_train_like_one(whole: Run, two: Run):
-    """If this fails, the processes draw other random numbers than one process, or gradients are not averaged."""
+def rounding(place: dict[str, str]) -> float:
+    """How much coarser the numbers of a precision are than those of float32."""
+    bits_of = (SMALL | place)["precision"].partition("-")[0]
+    dtype = {"bf16": torch.bfloat16, "16": torch.float16}.get(bits_of, torch.float32)
+    return torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+
+
+def assert_close(found: list[float], expected: list[float], tolerance: float, name: str, advice: str) -> float:
+    """Fails if two lists differ by more than a tolerance, relative to the largest value. Returns the difference."""
+    assert len(found) == len(expected) > 0
+    one, other = (torch.tensor(values, dtype=torch.float64) for values in (expected, found))
+    assert torch.equal(one.isnan(), other.isnan())
+    scale = one.nan_to_num().abs().max().clamp(min=1e-3)  # it may be about 0
+    differences = (other - one).nan_to_num().abs() / scale
+    if differences.max() > tolerance:
+        number = int((differences > tolerance).nonzero()[0])
+        values = f"{found[number]:.8g} instead of {expected[number]:.8g}"
+        fail(f"{name} differs by up to {differences.max():.1g}, first: {values} (value {number + 1}).\n{advice}")
+    return float(differences.max())
+
+
+def test_two_processes_train_like_one(whole: Run, two: Run, place):
+    difference = assert_close(
+        column(history(two.folder), "train/loss"),
+        column(history(whole.folder), "train/loss"),
+        TRAIN_TOLERANCE * rounding(place),
+        "train/loss of two processes",
+        "The processes draw other random numbers than one process, or gradients are not averaged. If it is rounding, "
+        "which grows from step to step, give TRAIN_TOLERANCE a larger value.",
+    )
+    shown(f"{words(place)}: 2 processes", f"losses within {difference:.0e}")
+
+
+def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: Path):
+    """Not compared is what another seed changes: two processes have other batches than one, so other random numbers."""
     one = history(whole.folder)
     other = history(two.folder)
-    assert [row["step"] for row in other] == [row["step"] for row in one]
-    losses = [float(row["train/loss"]) for row in one]
-    tolerance = TRAIN_TOLERANCE * max(map(abs, losses))  # one may be about 0
-    assert [float(row["train/loss"]) for row in other] == pytest.approx(losses, rel=0, abs=tolerance)
-
-
-def test_two_processes_validate_like_one(whole: Run, two: Run, tmp_path: Path):
-    """If this fails, a metric is of the samples of one process alone. Not compared is what another seed changes: two
-    processes have other batches than one, so other random numbers."""
-    one = history(whole.folder)
-    other = history(two.folder)
-    shifted = history(Run.train(tmp_path, small(), shift=1).folder)
-    for name in (name for name in one[-1] if name.startswith("val/")):
-        expected = [float(row[name]) for row in one if row[name]]
-        if [float(row[name]) for row in shifted if row[name]] != pytest.approx(expected, rel=1e-6, nan_ok=True):
-            print(f"{name}: random validation, not compared")
+    shifted = history(Run.train(tmp_path, small(**place), shift=1).folder)
+    names = {key.partition(", ")[2] for key in one if ", val/" in key}
+    for name in sorted(names):
+        expected = column(one, name)
+        if column(shifted, name) != pytest.approx(expected, rel=1e-6, nan_ok=True):
+            shown(f"{words(place)}: random validation, not compared", name)
             continue
-        tolerance = VAL_TOLERANCE * max(1.0, *map(abs, expected))  # a score may be about 0
-        found = [float(row[name]) for row in other if row[name]]
-        assert found == pytest.approx(expected, rel=0, abs=tolerance, nan_ok=True), name
+        difference = assert_close(
+            column(other, name),
+            expected,
+            VAL_TOLERANCE * rounding(place),
+            f"{name} of two processes",
+            "It is of the samples of one process alone, or is no mean of all samples.",
+        )
+        shown(f"{words(place)}: 2 processes", f"{name} within {difference:.0e}")
 
 
-def test_the_finished_run_is_evaluated(whole: Run):
-    run(f"test.py {small(config.TestConfig, out_dir=whole.folder.name)}", whole.folder.parent)
+def test_the_finished_run_is_evaluated(whole: Run, place):
+    run(f"test.py {small(config.TestConfig, out_dir=whole.folder.name, **place)}", whole.folder.parent)
     (report,) = whole.folder.glob("test_*.json")
     assert json.loads(report.read_text())["num_samples"] > 0
 
 
-def test_what_was_validated_is_what_is_evaluated(tmp_path: Path):
-    """If this fails, state["model"] of train.py is not the model that is validated, or a validation depends on what a
-    checkpoint does not have."""
-    run(f"train.py {small(max_steps='2', val_interval='2', limit_val_batches='1.0')}", tmp_path)
+def test_what_was_validated_is_what_is_evaluated(place, tmp_path: Path):
+    run(f"train.py {small(**place, max_steps='2', val_interval='2', limit_val_batches='1.0')}", tmp_path)
     folder = run_dir(tmp_path)
-    run(f"test.py {small(config.TestConfig, out_dir=folder.name)} --split val --checkpoint last", tmp_path)
+    options = small(config.TestConfig, out_dir=folder.name, **place)
+    run(f"test.py {options} --split val --checkpoint last", tmp_path)
     (path,) = folder.glob("test_val_*.json")
     results = json.loads(path.read_text())["results"]
-    last = history(folder)[-1]
-    common = [name for name in results if f"val/{name}" in last]
+    validated = history(folder)
+    common = [name for name in results if f"step 2, val/{name}" in validated]
     assert common != []
-    validated = [float(last[f"val/{name}"]) for name in common]
-    assert [results[name] for name in common] == pytest.approx(validated, rel=1e-5, nan_ok=True)
+    for name in common:
+        assert_close(
+            [results[name]],
+            column(validated, f"val/{name}"),
+            1e-5,
+            f"{name} of test.py",
+            'state["model"] of train.py is not the model that is validated, or a validation depends on what a '
+            "checkpoint does not have.",
+        )
+    shown(f"{words(place)}: test.py", "what was validated is what is evaluated")
 
 
 # ---- options
@@ -336,10 +520,10 @@ def test_the_defaults_can_be_written_and_read():
     assert cli.config_of(cli.to_yaml(config.TrainConfig())) == config.TrainConfig()
 
 
-def test_a_run_has_the_options_that_were_given(whole: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_has_the_options_that_were_given(whole: Run, place, monkeypatch: pytest.MonkeyPatch):
     for name in os.environ.keys() - environment().keys():
         monkeypatch.delenv(name)  # as in the run
-    given = cli.parse_train(small().split())
+    given = cli.parse_train(small(**place).split())
     written = cli.read_config(whole.folder)
     assert written == given
 
