@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, is_wrapped
 from torch import nn
 
 import checkpoints
@@ -139,6 +139,7 @@ class RunDir:
         self.names = set(state)  # those that this method can find
         self.description = checkpoints.describe(state)  # as built: a resume can tell which settings have changed since
         self.modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+        self.modes = self.training_modes()  # as built
         parameters = [parameter.numel() for module in self.modules.values() for parameter in module.parameters()]
         self.summary: dict = {"parameters": sum(parameters), "last": {}}
         options = values_of(self.config)
@@ -184,6 +185,7 @@ class RunDir:
         for name in self.state.keys() - self.names:
             raise RunError(f"state: {name} came after `run.restore()`, so a resume would not restore it")
         self.check_gradients(console)
+        self.tell_modes(console)
         if self.path is None:
             self.path = self.on_rank_zero(self.make_directory)
             other = difference({f"{self.path} is there": self.path.exists()})
@@ -211,6 +213,25 @@ class RunDir:
             for name in found:
                 if tensors[name] not in trained:
                     console.print(f"{name} has a gradient, but is in no optimizer of `state`")
+
+    def training_modes(self) -> dict[str, bool]:
+        """Whether each module in the state is in training mode, by name."""
+        modes = {}
+        for entry, module in self.modules.items():
+            plain: Any = module.module if is_wrapped(module) else module
+            for name, part in plain.named_modules(prefix=entry):
+                modes[name] = part.training
+        return modes
+
+    def tell_modes(self, console: Console):
+        """Names the modules whose mode has changed since they were built: by `model.train()`, or by a validation."""
+        now = self.training_modes()
+        changed = [name for name, is_training in now.items() if is_training != self.modes.get(name, is_training)]
+        for name in changed:
+            if name.rpartition(".")[0] not in changed:  # otherwise it is a part of what was named
+                words = ("in training mode", "in evaluation mode")
+                then, here = words if self.modes[name] else reversed(words)
+                console.print(f"{name} was built {then}, and is {here} in the first step")
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this

@@ -96,14 +96,15 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
     means = utils.Means(fabric)
     set_seed = seeder(fabric.device.type, "validate", config.seed)
     metrics.reset()
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for number, batch in enumerate(islice(loader, max_batches)):
         set_seed(number * fabric.world_size + fabric.global_rank)
         values, count, outputs = compute_loss(model, batch, config)
         means.add(values, count)
         metrics.update(*outputs)
-    model.train(was_training)
+    for module, is_training in modes:  # a frozen part may have another mode than the whole
+        module.train(is_training)
     results = metrics.compute()
     if not isinstance(results, dict):  # of a single metric
         results = {"metric": results}

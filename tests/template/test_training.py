@@ -27,7 +27,7 @@ from conftest import (
     run,
     run_dir,
 )
-from edits import copy_programs, insert_after, insert_before, replace
+from edits import copy_programs, insert_after, insert_before, replace, with_text
 from lightning.fabric import Fabric
 
 import launch
@@ -579,6 +579,41 @@ def test_a_loss_that_is_not_finite_names_no_script_or_run_that_is_not_there(opti
         (program / "recipes" / "replay.py").touch()
     error = call(f"{program}/train.py {DIVERGE} {options}", tmp_path, code=1).stderr
     assert "find the first such step by --log_interval 1" in error and "replay.py" not in error
+
+
+# ---- training and evaluation mode
+
+
+def test_a_module_whose_mode_has_changed_since_it_was_built_is_named(tmp_path):
+    """Here by the loop's `model.train()`. What is in it is not named again."""
+    part = "nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)).eval(),\n"
+    program = replace(tmp_path / "program", "first layer", part)
+    printed = call(f"{program}/train.py {SMALL} --max_steps 1", tmp_path).stdout
+    assert re.findall(".* mode .*", printed) == [
+        "model.layers.0 was built in evaluation mode, and is in training mode in the first step"
+    ]
+
+
+def test_a_module_that_a_validation_leaves_in_another_mode_is_named(tmp_path):
+    program = insert_after(tmp_path / "program", "set-up is done", "target = build_model(config, train_set)")
+    insert_after(program, "state", '"target": target,')
+    insert_before(program, "loop begins", "target.eval()  # for a validation of its own")
+    printed = call(f"{program}/train.py {SMALL} --max_steps 1", tmp_path).stdout
+    assert re.findall(".* mode .*", printed) == [
+        "target was built in training mode, and is in evaluation mode in the first step"
+    ]
+
+
+def test_a_validation_leaves_each_module_in_its_mode(tmp_path):
+    """Also a part of the model that was frozen."""
+    program = with_text(
+        tmp_path / "program",
+        "train.py",
+        ("    model.train()\n", "    model.train()\n    model.module.layers[7].eval()\n"),
+    )
+    insert_after(program, "learning rate", "assert model.training and not model.module.layers[7].training")
+    printed = call(f"{program}/train.py {SMALL} --max_steps 4 --val_interval 1", tmp_path).stdout
+    assert "finished after 4 of 4" in printed
 
 
 # ---- output
