@@ -350,7 +350,7 @@ def resumed(request, killed: Run, tmp_path_factory) -> Run:
 def killed_in(resumed: Run, place) -> str:
     """The beginning of a line that says what the tests of a resumed run have shown."""
     is_here = resumed.folder.parent.name.startswith("here")
-    where = "" if is_here else f" elsewhere ({WORKERS} data workers, other hashes, time zone, folder)"
+    where = "" if is_here else " elsewhere"
     return f"{words(place)}: {KILLED}{where}"
 
 

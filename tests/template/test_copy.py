@@ -89,9 +89,9 @@ def run_project_tests(program: Path, words: str = "") -> subprocess.CompletedPro
     return run_pytest(program, words)
 
 
-def run_pytest(program: Path, words: str = "") -> subprocess.CompletedProcess:
+def run_pytest(program: Path, words: str = "", **more: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--basetemp", program / ".tmp", "-k", words]
-    env = {name: value for name, value in clean_environment().items() if not name.startswith("PYTEST_")}
+    env = {name: value for name, value in clean_environment().items() if not name.startswith("PYTEST_")} | more
     return subprocess.run(command, cwd=program, env=env, capture_output=True, text=True, timeout=600)
 
 
@@ -141,6 +141,26 @@ def test_it_passes_after_a_recipe(name: str, tmp_path: Path):
     assert_passes(run_pytest(program))
 
 
+def test_it_says_what_it_has_shown_in_each_precision_and_which_options_are_not_there(tmp_path: Path):
+    copy_project_tests(copy_programs(tmp_path))
+    with_text(tmp_path, "tests/test_project.py", ('    "root_dir": ".",\n', '    "root_dir": ".",\n    "gone": "1",\n'))
+    done = run_pytest(tmp_path, "same or two_processes", WHERE="all")
+    assert done.returncode == 0, done.stdout
+    for place in ("cpu 32-true", "cpu bf16-mixed"):
+        for where in ("", " elsewhere"):
+            killed = f"{place}: killed in step 9 of 10, resumed after step 6{where}: "
+            assert f"{killed}same inputs, same bits, same history, same files" in done.stdout.splitlines()
+        assert f"{place}: 2 processes: same inputs, losses within " in done.stdout
+    assert "SMALL has options that train.py does not have: gone" in done.stdout.splitlines()
+
+
+def test_it_says_that_a_random_validation_is_not_compared(tmp_path: Path):
+    program = replace(tmp_path, "outputs", "(logits + torch.rand_like(logits), targets)\n")
+    done = run_project_tests(program, "two_processes_validate")
+    assert done.returncode == 0, done.stdout
+    assert "cpu 32-true: random validation, not compared: val/accuracy" in done.stdout.splitlines()
+
+
 # ---- it fails
 
 
@@ -158,6 +178,55 @@ def test_it_fails_where_random_numbers_are_not_seeded(tmp_path: Path):
     )
     assert_fails(
         run_project_tests(program, "same_bits or same_history"), "test_a_run_that_was_killed_and_resumed_has_the_same_"
+    )
+
+
+def test_it_names_the_module_that_draws_numbers_of_its_own(tmp_path: Path):
+    program = with_noise(tmp_path, "torch.rand(x.shape, generator=self.generator)")
+    done = run_project_tests(program, "same_bits and here")
+    assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
+    assert "Two equal runs differ, first in step 1, micro-batch 0, output of layers.1: " in done.stdout
+
+
+def test_it_names_the_module_that_is_not_restored(tmp_path: Path):
+    """And the first step after the checkpoint."""
+    program = with_noise(tmp_path, "self.count()")
+    done = run_project_tests(program, "same_bits and here")
+    assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
+    assert (
+        "Two equal runs do not differ. The resumed run does, first in step 7, micro-batch 12, output of layers.1."
+        in done.stdout
+    )
+
+
+NOISE = """
+class Noise(nn.Module):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def count(self):
+        self.calls += self.training
+        return self.calls
+
+    def forward(self, x):
+        return x + 0.01 * {noise}
+
+
+class Model("""
+
+
+def with_noise(program: Path, noise: str) -> Path:
+    """A program with a module after the first layer, which adds this."""
+    insert_after(program, "first layer", "Noise(),\n")
+    return with_text(
+        program,
+        "model.py",
+        ("from torch import Tensor, nn\n", "import torch\nfrom torch import Tensor, nn\n"),
+        ("class Model(", NOISE.format(noise=noise)),
     )
 
 
