@@ -248,13 +248,13 @@ class Run(NamedTuple):
     modules: Path  # the outputs and gradients of the modules, if they were asked for
 
     @classmethod
-    def train(cls, cwd: Path, options: str, kill: str = "-", shift: int = 0, has_modules: bool = False) -> "Run":
+    def train(cls, cwd: Path, options: str, kill: str = "-", shift: int = 0, has_modules=False, **more) -> "Run":
         """A run in an empty folder."""
         cwd.mkdir(exist_ok=True)
         record = cwd / "record"
         modules = cwd / "modules"
         code = 0 if kill == "-" else -signal.SIGKILL
-        run(f"tests/recorded.py {record} {modules if has_modules else '-'} {kill} {shift} {options}", cwd, code)
+        run(f"tests/recorded.py {record} {modules if has_modules else '-'} {kill} {shift} {options}", cwd, code, **more)
         return cls(run_dir(cwd), record, modules)
 
     def resume(self, cwd: Path, options: str = "", start: Path | None = None, has_modules=False, **more) -> "Run":
@@ -356,11 +356,11 @@ def killed_in(resumed: Run, place) -> str:
 
 @pytest.fixture(scope="module")
 def two(place, tmp_path_factory) -> Run:
-    """The run on two processes."""
+    """The run on two processes, whose fresh interpreters have other hashes of strings."""
     accelerator = (SMALL | place)["accelerator"]
     if accelerator == "mps" or (accelerator == "cuda" and torch.cuda.device_count() < 2):
         pytest.skip("two processes need two GPUs")
-    return Run.train(tmp_path_factory.mktemp("two"), small(**{**place, "devices": "2"}))
+    return Run.train(tmp_path_factory.mktemp("two"), small(**{**place, "devices": "2"}), is_fresh=True)
 
 
 # ---- training

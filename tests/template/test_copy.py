@@ -266,13 +266,38 @@ def test_it_fails_where_numbers_are_drawn_before_the_step_is_seeded(tmp_path: Pa
     assert_fails(run_project_tests(program, "same_bits"), "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
 
 
-def test_it_fails_where_class_numbers_come_from_a_set(tmp_path: Path):
+@pytest.mark.parametrize(
+    "words, test",
+    [
+        ("same_inputs and elsewhere", "test_a_run_that_was_killed_and_resumed_has_the_same_inputs"),
+        ("two_processes_get", "test_two_processes_get_the_inputs_of_one"),
+    ],
+)
+def test_it_fails_where_class_numbers_come_from_a_set(words: str, test: str, tmp_path: Path):
     """Whose order differs between two interpreters."""
     program = insert_before(tmp_path, "target tensor line", "names = list({str(name) for name in range(10)})")
     with_text(program, "data.py", ("torch.tensor(targets,", "torch.tensor([int(names[i]) for i in targets],"))
+    assert_fails(run_project_tests(program, words), test)
+
+
+def test_it_fails_where_a_dataset_draws_from_a_generator_of_its_own(tmp_path: Path):
+    program = insert_before(tmp_path, "build_datasets", "OWN = np.random.default_rng(0)\n\n")
+    insert_after(program, "fetch", "index = index[torch.as_tensor(OWN.permutation(len(index)))]")
     assert_fails(
-        run_project_tests(program, "same_inputs and elsewhere"),
-        "test_a_run_that_was_killed_and_resumed_has_the_same_inputs",
+        run_project_tests(program, "same_inputs and here"), "test_a_run_that_was_killed_and_resumed_has_the_same_inputs"
+    )
+
+
+def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Path):
+    """Here of the loss, by which the gradient is scaled."""
+    program = insert_before(tmp_path, "loop begins", "mean_loss = 2.0")
+    insert_before(
+        program,
+        "optimizer steps",
+        "mean_loss = 0.9 * mean_loss + 0.1 * loss.item()\nnext(model.parameters()).grad /= mean_loss",
+    )
+    assert_fails(
+        run_project_tests(program, "same_bits and here"), "test_a_run_that_was_killed_and_resumed_has_the_same_bits"
     )
 
 
