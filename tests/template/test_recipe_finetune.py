@@ -43,6 +43,25 @@ def source(tmp_path_factory) -> Path:
     return run_dir(cwd)
 
 
+MERGE = """
+import cli, data, torch, train
+from pathlib import Path
+from torch.nn.utils import parametrize
+
+run = Path("{folder}")
+config = cli.read_config(run)
+dataset = data.build_datasets(config, augment=False)["test"]
+model = train.build_model(config, dataset)
+model.load_state_dict(torch.load(run / "model.pt"))
+images = dataset[0][0][None]
+expected = model.eval()(images)
+for layer in (model.layers[0], model.layers[2], model.layers[4]):
+    parametrize.remove_parametrizations(layer, "weight")
+torch.testing.assert_close(model(images), expected)
+print(*model.state_dict())
+"""
+
+
 def saved_steps(folder: Path) -> dict[int, dict]:
     paths = {step: folder / "checkpoints" / f"step-{step:08}.ckpt" for step in range(1, 7)}
     return {step: torch.load(path, weights_only=True) for step, path in paths.items()}
@@ -205,15 +224,31 @@ def test_the_body_is_frozen_and_thawed_with_a_learning_rate_of_its_own(program: 
         check_frozen(run_dir(folder), source)
 
 
-def test_batchnorm_keeps_its_averages_while_frozen(tmp_path: Path):
-    """Although each validation puts the whole model into training mode when it is done."""
+@pytest.mark.parametrize("options, last_frozen", [("--freeze_epochs 1", 4), ("--lora_rank 2", 0)])
+def test_a_frozen_body_is_in_evaluation_mode_and_one_with_lora_is_not(options: str, last_frozen: int, tmp_path: Path):
+    """So the frozen one has no dropout, and its BatchNorm keeps its averages. The head is in training mode all along,
+    although a validation after each step changes the mode of the whole model."""
     program = with_recipe("finetune", tmp_path / "program")
     line = "nn.Conv2d(channels, width, 3, padding=1),\n"
-    replace(program, "first layer", f"{line}            nn.BatchNorm2d(width),\n")
-    call(f"{program}/train.py {STEPS} --freeze_epochs 1 --val_interval 1", tmp_path)
-    means = {step: saved["model"]["layers.1.running_mean"] for step, saved in saved_steps(run_dir(tmp_path)).items()}
-    assert not any(means[step].any() for step in range(1, 5))
-    assert means[5].any() and not torch.equal(means[5], means[6])
+    replace(program, "first layer", f"{line}nn.BatchNorm2d(width),\nnn.Dropout(0.5),\n")
+    names = "(nn.BatchNorm2d, nn.Dropout)"
+    modes = f"print('modes', [layer.training for layer in model.layers if isinstance(layer, {names})])"
+    insert_after(program, "micro-batch is done", modes)
+    printed = call(f"{program}/train.py {STEPS} {options} --val_interval 1", tmp_path).stdout
+    expected = [f"modes [{step > last_frozen}, {step > last_frozen}, True]" for step in range(1, 7)]
+    assert [line for line in printed.splitlines() if line.startswith("modes")] == expected
+    saved = saved_steps(run_dir(tmp_path))
+    means = [torch.zeros(4), *(saved[step]["model"]["layers.1.running_mean"] for step in range(1, 7))]
+    for step in range(1, 7):
+        assert torch.equal(means[step], means[step - 1]) == (step <= last_frozen)
+
+
+def test_lora_is_merged_into_the_weights(program: Path, source: Path, tmp_path: Path):
+    """As the patch says: the same logits, of a model with the tensors of one without LoRA."""
+    call(f"{program}/train.py {STEPS} --weights {source} --lora_rank 2", tmp_path)
+    (program / "merge.py").write_text(MERGE.format(folder=run_dir(tmp_path)))
+    names = run(f"{program}/merge.py", tmp_path).stdout.split()
+    assert {*names} == {*torch.load(source / "model.pt")}
 
 
 # ---- resume

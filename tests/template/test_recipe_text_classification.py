@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import LONG, SMALL, assert_same_training, call, killed_and_resumed, on_one_and_two, run_dir
+from edits import insert_after
 from test_recipes import imported, with_recipe
 
 pytestmark = [
@@ -55,6 +56,17 @@ def test_the_body_is_frozen_and_has_a_learning_rate_of_its_own(program: Path, tm
     assert_same_training(*folders)
     for folder in folders:
         check_frozen(run_dir(folder))
+
+
+def test_a_frozen_body_has_no_dropout(tmp_path: Path):
+    """The head has; a validation after each step changes the mode of the whole model."""
+    program = with_recipe("text_classification", tmp_path / "program")
+    modes = "print('modes', model.base_model.training, model.dropout.training)"
+    insert_after(program, "micro-batch is done", modes)
+    options = "--max_steps 6 --freeze_epochs 1 --val_interval 1"
+    printed = call(f"{program}/train.py {SMALL} {options}", tmp_path).stdout
+    expected = [f"modes {step > 4} True" for step in range(1, 7)]
+    assert [line for line in printed.splitlines() if line.startswith("modes")] == expected
 
 
 @pytest.mark.parametrize("frozen", [1, 5])
