@@ -17,6 +17,7 @@ from conftest import (
     interrupt,
     kill_group,
     on_one_and_two,
+    run,
     run_dir,
 )
 from test_recipes import imported, with_recipe
@@ -46,6 +47,24 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
     samples = len(imported(program, "topics").build_topics(augment=False)["test"])  # depends on the version of Python
     assert 3 < results["perplexity"] < 15 and f"on {samples} test samples" in report and "class" not in report
     assert results["perplexity"] == pytest.approx(math.exp(results["loss"]), 1e-4)
+
+
+def test_the_baseline_is_smoothed_as_in_the_paper(program: Path):
+    """By hand, of three characters. After "a" came "a" and "b", once each."""
+    topics = imported(program, "topics")
+    assert topics.ngram_perplexity("aab", "a", 1, 3) == pytest.approx(5 / (2 + 2 / 3))
+    of_a, of_b = (2 + 2 / 3) / 5, (1 + 2 / 3) / 5
+    of_b_after_a = (1 + 2 * of_b) / (2 + 2)
+    assert topics.ngram_perplexity("aab", "ab", 2, 3) == pytest.approx((of_a * of_b_after_a) ** -0.5)
+    assert topics.ngram_perplexity("aab", "cb", 2, 3) == pytest.approx((2 / 3 / 5 * of_b) ** -0.5)  # "c" is new
+
+
+def test_the_baselines_are_printed(program: Path, tmp_path: Path):
+    """Five characters are the best table; the text depends on the version of Python."""
+    lines = run(f"{program}/topics.py", tmp_path).stdout.splitlines()
+    found = {line.partition(":")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    assert [*found] == [f"{order}-gram" for order in range(2, 7)]
+    assert min(found.values()) == found["5-gram"] < 5 and found["2-gram"] > 10
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
