@@ -306,17 +306,18 @@ def test_a_patch_leaves_the_style_as_it_is(patch: Path, tmp_path: Path):
         assert done.returncode == 0, done.stdout
 
 
-def named_in(section: str) -> list[str]:
-    """The patches in a section of the page."""
-    text = (RECIPES / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| \[\w+(?:\.patch)?\]\(\w+/(\w+)\.patch\)", text, re.MULTILINE)
+# The rows of the page's table: folder, name, and those that the recipe does not go with. In italics, both apply.
+TABLE = re.findall(
+    r"^\| \[(\w+)/(\w+)\]\(\1/\2\.patch\) \|(?:[^|]*\|){3} ?([^|]*) \|",
+    (RECIPES / "README.md").read_text(),
+    re.MULTILINE,
+)
 
 
-def apart_in(section: str) -> set[frozenset]:
-    """The pairs that a section of the page names."""
-    text = (RECIPES / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|", text, re.MULTILINE)
-    return {frozenset((one, two)) for left, right in rows for one in left.split(", ") for two in right.split(", ")}
+def pairs_that(italics: bool) -> set[frozenset]:
+    """The pairs that apply and fail; or those of which the second one does not apply."""
+    found = [(name, other) for _, name, others in TABLE for other in others.split(", ") if other]
+    return {frozenset((name, other.strip("*"))) for name, other in found if ("*" in other) == italics}
 
 
 def changed_lines(recipe: str) -> set[tuple]:
@@ -330,15 +331,14 @@ def changed_lines(recipe: str) -> set[tuple]:
     return found
 
 
-KINDS = named_in("Other kinds of training")
-FEATURES = ["ema", *named_in("Features")]  # averaged weights go with other kinds of training
-APART = apart_in("Two recipes together")
+KINDS = [name for folder, name, _ in TABLE if folder == "kinds"]
+FEATURES = ["ema", *(name for folder, name, _ in TABLE if folder != "kinds")]  # averaged weights go with other kinds
+APART = pairs_that(italics=False)
 PAIRS = [(kind, feature) for kind in KINDS for feature in FEATURES if kind != feature]
 NEIGHBOURS = [
     pair
     for pair in PAIRS
-    if changed_lines(pair[0]) & changed_lines(pair[1])
-    and frozenset(pair) not in APART | apart_in("Pairs that apply and fail")
+    if changed_lines(pair[0]) & changed_lines(pair[1]) and frozenset(pair) not in APART | pairs_that(italics=True)
 ]
 # What a recipe needs to be tried, and to run as it is meant to.
 NEEDS = {
@@ -388,6 +388,13 @@ def test_recipes_that_change_neighbouring_lines_train_together(kind: str, featur
     how = run if "sharded" in (kind, feature) else call  # its launcher would change the threads of this process
     how(f"{program}/train.py --accelerator cpu {steps} {options}", tmp_path)
     call(f"{program}/test.py --accelerator cpu --checkpoint last", tmp_path)
+
+
+def test_the_page_has_a_row_for_each_recipe():
+    """Those of other data are on a page of their own, except mnist."""
+    folders = ("kinds", "features", "cluster")
+    recipes = [(folder, path.stem) for folder in folders for path in sorted((RECIPES / folder).glob("*.patch"))]
+    assert [row[:2] for row in TABLE] == [*recipes, ("data", "mnist")]
 
 
 def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
