@@ -24,10 +24,12 @@ from conftest import (
     run_dir,
     weights,
 )
-from edits import apply, copy_programs, insert_after, insert_before, replace
+from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
+from sklearn.metrics import jaccard_score
 from test_recipes import with_recipe
 
-REFERENCE, NO_DECAY, MUON, VAL_SETS, LAZY, CHECKPOINTING, HUB, HUGGING_FACE = diffs("recipes/edits.md")
+PAGE = diffs("recipes/edits.md")
+REFERENCE, NO_DECAY, MUON, VAL_SETS, LAZY, CHECKPOINTING, IGNORED, THAW, LAST_FIT, HUB, HUGGING_FACE = PAGE
 TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
@@ -265,6 +267,64 @@ def test_a_run_with_activation_checkpointing_is_resumed_and_the_same_on_two_proc
     killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
     one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
     assert_same_training(two, one)
+
+
+# ---- pixels without a class, on top of segmentation
+
+LAST_LINE = "    return torch.from_numpy(images)"
+BORDER = (LAST_LINE, f"    masks[:, :4] = masks[:, -4:] = 255\n{LAST_LINE}")
+
+
+@pytest.fixture(scope="module")
+def with_ignored(tmp_path_factory) -> Path:
+    """Two borders of each scene have no class."""
+    program = apply(IGNORED, with_recipe("segmentation", tmp_path_factory.mktemp("program")))
+    return with_text(program, "scenes.py", BORDER)
+
+
+def test_pixels_without_a_class_count_in_no_metric_and_have_no_loss(with_ignored, tmp_path):
+    """As scikit-learn computes the IoU from the others."""
+    call(f"{with_ignored}/train.py {SMALL} --limit_train_batches 1.0 --epochs 1", tmp_path)
+    call(f"{with_ignored}/test.py --accelerator cpu --predictions", tmp_path)
+    predictions, masks = torch.load(run_dir(tmp_path) / "predictions_test_best.pt")
+    assert (masks == 255).sum() == masks.numel() / 3
+    found = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
+    known = masks != 255
+    expected = jaccard_score(masks[known], predictions[known], labels=range(11), average=None, zero_division=0)
+    assert found["class_iou"] == pytest.approx(expected, abs=1e-5)
+    assert found["iou"] == pytest.approx(expected.mean(), abs=1e-5) and "class_iou" not in history(tmp_path)[-1]
+
+
+def test_a_run_with_pixels_without_a_class_is_resumed_and_the_same_on_two_processes(with_ignored, tmp_path):
+    killed_and_resumed(f"{with_ignored}/{TWELVE}", tmp_path)
+    one, two = on_one_and_two(f"{with_ignored}/{LONG} --max_steps 8 --micro_batch_size 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- a warm-up of the thawed body, on top of finetune
+
+
+def test_the_rate_of_the_body_rises_after_the_thaw_also_after_a_resume(tmp_path):
+    """Thawed after 8 of 96 steps. The weights would differ if the rate did."""
+    program = apply(THAW, with_recipe("finetune", tmp_path / "program"))
+    options = "--freeze_epochs 1 --body_lr 0.5 --checkpoint_interval 1 --num_checkpoint_keep 0"
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} {options}", tmp_path)
+    for step in (8, 9, 33, 58, 96):
+        saved = torch.load(run_dir(whole) / "checkpoints" / f"step-{step:08}.ckpt")
+        body, head = saved["optimizer"]["param_groups"]
+        assert body["lr"] == pytest.approx(head["lr"] * 0.5 * min(step - 8, 50) / 50)
+
+
+# ---- a last fit on all folds, on top of crossvalidation
+
+
+def test_the_last_fit_has_all_samples_but_those_of_the_test_set(tmp_path):
+    program = apply(LAST_FIT, with_recipe("crossvalidation", tmp_path / "program"))
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --fold -1", tmp_path)
+    assert "1,417 training samples" in (run_dir(whole) / "train.log").read_text()
+    assert results(program, whole, "test")["accuracy"] > 0.7
+    error = call(f"{program}/train.py {SMALL} --fold -2", tmp_path, code=2).stderr
+    assert "--fold -2: must be at least -1 and below --folds 5" in error
 
 
 HUBCONF = """
