@@ -27,6 +27,9 @@ def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
     assert "on 380 test samples" in done.stdout
     results = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
     assert results["accuracy"] > 0.9 and results["loss"] == pytest.approx(results["contrastive"] + results["probe"])
+    lines = run(f"{program}/contrastive.py {run_dir(tmp_path)}", tmp_path).stdout.splitlines()
+    found = {tuple(line.split()[3:5]): float(line.rpartition(" ")[2]) for line in lines}
+    assert found["features,", "100"] > found["pixels,", "100"] and found["features,", "1217"] > 0.95
 
 
 def test_the_labels_do_not_reach_the_encoder(program: Path, tmp_path: Path):

@@ -32,6 +32,12 @@ def evaluate(program: Path, cwd: Path, how=call, options: str = "") -> dict:
     return json.loads((run_dir(cwd) / "test_test_best.json").read_text())
 
 
+def test_the_baseline_is_printed(program: Path, tmp_path: Path):
+    lines = run(f"{program}/diabetes.py", tmp_path).stdout.splitlines()
+    assert [line.rpartition(" ")[0] for line in lines] == [f"ridge regression, {part}: r2" for part in ("val", "test")]
+    assert all(0.3 < float(line.rpartition(" ")[2]) < 0.6 for line in lines)
+
+
 def test_it_learns(trained: Path):
     summary = json.loads((run_dir(trained) / "summary.json").read_text())
     assert summary["best"] == min(float(row["val/loss"]) for row in history(trained))

@@ -18,7 +18,6 @@ from conftest import (
     run_dir,
 )
 from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 from test_recipes import imported, imported_train, with_recipe
 
@@ -118,17 +117,12 @@ def test_the_count_is_that_of_the_samples(program: Path, monkeypatch: pytest.Mon
 # ---- a run
 
 
-def test_it_is_better_than_logistic_regression_of_the_pixels_around(program: Path, trained: Path, scenes: dict):
-    def windows(name: str) -> tuple[np.ndarray, np.ndarray]:
-        pixels = F.unfold(scenes[name].images, 9, padding=4).transpose(1, 2)  # 9 x 9 around each
-        return pixels.reshape(-1, 81).numpy(), scenes[name].targets.reshape(-1).numpy()
-
-    pixels, classes = windows("train")
-    some = np.random.default_rng(0).choice(len(classes), 20_000, replace=False)
-    linear = LogisticRegression(max_iter=300).fit(pixels[some], classes[some])
-    pixels, classes = windows("test")
+def test_it_is_better_than_the_baselines_that_are_printed(program: Path, trained: Path, tmp_path: Path):
+    lines = run(f"{program}/scenes.py", tmp_path).stdout.splitlines()
+    assert [line.partition(":")[0][-15:] for line in lines] == ["of 1 x 1 pixels", " 15 x 15 pixels"]
+    one_pixel, square = (float(line.rpartition(" ")[2]) for line in lines)
     found, _ = evaluate(program, trained)
-    assert found["results"]["iou"] > 0.6 > 0.3 > iou(linear.predict(pixels), classes) > 0.1
+    assert found["results"]["iou"] > 0.6 > 0.3 > square > one_pixel > 0.05
 
 
 def test_predictions_are_a_byte_for_each_pixel_and_give_the_same_iou(program: Path, trained: Path, scenes: dict):
