@@ -227,7 +227,7 @@ def test_the_body_is_frozen_and_thawed_with_a_learning_rate_of_its_own(program: 
 @pytest.mark.parametrize("options, last_frozen", [("--freeze_epochs 1", 4), ("--lora_rank 2", 0)])
 def test_a_frozen_body_is_in_evaluation_mode_and_one_with_lora_is_not(options: str, last_frozen: int, tmp_path: Path):
     """So the frozen one has no dropout, and its BatchNorm keeps its averages. The head is in training mode all along,
-    although a validation after each step changes the mode of the whole model."""
+    although a validation after each step puts the whole model into evaluation mode."""
     program = with_recipe("finetune", tmp_path / "program")
     line = "nn.Conv2d(channels, width, 3, padding=1),\n"
     replace(program, "first layer", f"{line}nn.BatchNorm2d(width),\nnn.Dropout(0.5),\n")

@@ -59,7 +59,7 @@ def test_the_body_is_frozen_and_has_a_learning_rate_of_its_own(program: Path, tm
 
 
 def test_a_frozen_body_has_no_dropout(tmp_path: Path):
-    """The head has; a validation after each step changes the mode of the whole model."""
+    """The head has, although a validation after each step puts the whole model into evaluation mode."""
     program = with_recipe("text_classification", tmp_path / "program")
     modes = "print('modes', model.base_model.training, model.dropout.training)"
     insert_after(program, "micro-batch is done", modes)
