@@ -227,11 +227,12 @@ class RunDir:
         """Names the modules whose mode has changed since they were built: by `model.train()`, or by a validation."""
         now = self.training_modes()
         changed = [name for name, is_training in now.items() if is_training != self.modes.get(name, is_training)]
-        for name in changed:
-            if name.rpartition(".")[0] not in changed:  # otherwise it is a part of what was named
-                words = ("in training mode", "in evaluation mode")
-                then, here = words if self.modes[name] else reversed(words)
-                console.print(f"{name} was built {then}, and is {here} in the first step")
+        changed = [name for name in changed if name.rpartition(".")[0] not in changed]  # not the parts of one again
+        for is_training, words in ((True, "training mode"), (False, "evaluation mode")):
+            names = [name for name in changed if now[name] == is_training]
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                console.print(f"in {words} since they were built: {', '.join(names[:3])}{more}")
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this

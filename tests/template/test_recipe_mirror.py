@@ -195,18 +195,19 @@ def test_a_kill_while_a_run_is_fetched_leaves_no_part_of_it(
 
 
 def test_a_finished_run_that_is_made_longer_is_not_taken_for_a_finished_one(
-    program: Path, held: Path, disk: Path, machines: list[Path], tmp_path: Path
+    program: Path, two_saves: Path, disk: Path, machines: list[Path]
 ):
+    """Killed before the summary there is the new one."""
     first, second = machines
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    call(f"{LONG} --epochs 5", whole)
-    call(f"{program}/{LONG} --epochs 2 {at(disk)}", first)
-    process = start(f"{held}/{LONG} --epochs 5 {at(disk)}", first)
-    wait_for(lambda: process.poll() is not None or newest(disk) == 30)
-    thrown_away(process, first)
-    call(f"{program}/{LONG} --epochs 5 {at(disk)}", second)
-    assert_same_run(second, whole)
+    call(f"{program}/{TWO_SAVES} --max_steps 2 {at(disk)}", first)
+    killer = first.parent / "killer"
+    killer.mkdir()
+    (killer / "sitecustomize.py").write_text(KILLER.replace('"-train_out" in', '"/disk/" in'))
+    env = {"KILL_BEFORE": "os.rename summary.json.tmp 1", "CHANGES": str(first.parent / "changes")}
+    run(f"{program}/{TWO_SAVES} {at(disk)}", first, code=-signal.SIGKILL, **env, PYTHONPATH=str(killer))
+    shutil.rmtree(first)
+    call(f"{program}/{TWO_SAVES} {at(disk)}", second)
+    assert_same_run(second, two_saves)
 
 
 def test_processes_of_torchrun_get_a_run_back_once(program: Path, held: Path, disk: Path, machines: list[Path]):
