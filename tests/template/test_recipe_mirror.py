@@ -197,14 +197,17 @@ def test_a_kill_while_a_run_is_fetched_leaves_no_part_of_it(
 def test_a_finished_run_that_is_made_longer_is_not_taken_for_a_finished_one(
     program: Path, two_saves: Path, disk: Path, machines: list[Path]
 ):
-    """Killed before the summary there is the new one."""
+    """Killed when its first new checkpoint is there, and its summary is not."""
     first, second = machines
+    stays = "import time\nwhile step == 4:\n    time.sleep(0.02)"
+    killed = insert_after(with_recipe("mirror", first.parent / "killed"), "step is done", stays)
     call(f"{program}/{TWO_SAVES} --max_steps 2 {at(disk)}", first)
     killer = first.parent / "killer"
     killer.mkdir()
     (killer / "sitecustomize.py").write_text(KILLER.replace('"-train_out" in', '"/disk/" in'))
-    env = {"KILL_BEFORE": "os.rename summary.json.tmp 1", "CHANGES": str(first.parent / "changes")}
-    run(f"{program}/{TWO_SAVES} {at(disk)}", first, code=-signal.SIGKILL, **env, PYTHONPATH=str(killer))
+    changes = first.parent / "changes"
+    env = {"KILL_BEFORE": "os.rename summary.json.tmp 1", "CHANGES": str(changes), "PYTHONPATH": str(killer)}
+    run(f"{killed}/{TWO_SAVES} --checkpoint_interval 1 {at(disk)}", first, code=-signal.SIGKILL, **env)
     shutil.rmtree(first)
     call(f"{program}/{TWO_SAVES} {at(disk)}", second)
     assert_same_run(second, two_saves)
