@@ -1,7 +1,6 @@
 """The recipes but the large ones: each applied to a copy of the programs and run."""
 
 import csv
-import gzip
 import importlib.util
 import json
 import os
@@ -12,7 +11,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from conftest import ON_2, REPO, SMALL, call, edited, history, run, run_dir
 from edits import apply, copy_programs, replace
@@ -49,89 +47,6 @@ def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("train", "config", "model", "data"):
         patch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("train")
-
-
-# ---- mnist
-
-
-def idx(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.astype(np.uint8).tobytes()
-
-
-def write_mnist(folder: Path, separator: str = "-", zipped: bool = False) -> Path:
-    """The digits as the four files of a set in MNIST's format: 1,200 training and 597 test images."""
-    from sklearn.datasets import load_digits
-
-    images, targets = load_digits().images, load_digits().target
-    folder.mkdir(exist_ok=True)
-    for name, part in (("train", slice(1200)), ("t10k", slice(1200, None))):
-        for kind, array in (("images", images[part]), ("labels", targets[part])):
-            path = folder / f"{name}-{kind}{separator}idx{array.ndim}-ubyte{'.gz' if zipped else ''}"
-            path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    return with_recipe("mnist", tmp_path_factory.mktemp("mnist"))
-
-
-@pytest.fixture(scope="module")
-def mnist(program: Path) -> ModuleType:
-    return imported(program, "mnist")
-
-
-@pytest.mark.parametrize("separator, zipped", [("-", False), (".", True)])
-def test_mnist_files_in_any_spelling(mnist: ModuleType, separator: str, zipped: bool, tmp_path: Path):
-    from sklearn.datasets import load_digits
-
-    parts = mnist.build_mnist(str(write_mnist(tmp_path, separator, zipped)), augment=True)
-    assert {name: len(part) for name, part in parts.items()} == {"train": 1100, "val": 100, "test": 597}
-    assert [part.num_classes for part in parts.values()] == [10, 10, 10]
-    images, targets = parts["test"].__getitems__(range(597))
-    assert targets.tolist() == load_digits().target[1200:].tolist()
-    grey = (images - images.min()) / (images.max() - images.min()) * 16  # they are normalised
-    np.testing.assert_allclose(grey[:, 0], load_digits().images[1200:], atol=1e-4)
-
-
-def test_classes_that_a_part_lacks_count(mnist: ModuleType, tmp_path: Path):
-    """The model has one logit per class of the whole set, whichever part it is built for."""
-    (write_mnist(tmp_path) / "t10k-labels-idx1-ubyte").write_bytes(idx(np.arange(597) % 7))
-    parts = mnist.build_mnist(str(tmp_path), augment=False)
-    assert {part.num_classes for part in parts.values()} == {10}
-
-
-ARRAY = np.ones((1200, 8, 8))
-DAMAGE = {
-    "wrong magic": b"\0\0\x0d" + idx(ARRAY)[3:],
-    "labels in place of images": idx(ARRAY[:, 0, 0]),
-    "truncated": idx(ARRAY)[:-1],
-    "truncated in the header": idx(ARRAY)[:6],
-    "too long": idx(ARRAY) + b"\0",
-    "empty file": b"",
-    "no image": idx(ARRAY[:0]),
-    "truncated .gz": gzip.compress(idx(ARRAY))[:-20],
-    "wrong checksum .gz": gzip.compress(idx(ARRAY))[:-8] + bytes(8),
-    "no gzip .gz": idx(ARRAY),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_mnist_file_is_named(damage: str, mnist: ModuleType, tmp_path: Path):
-    zipped = damage.endswith(".gz")
-    write_mnist(tmp_path, zipped=zipped)
-    name = f"train-images-idx3-ubyte{'.gz' if zipped else ''}"
-    (tmp_path / name).write_bytes(DAMAGE[damage])
-    with pytest.raises(OSError, match=f"{name} "):
-        mnist.build_mnist(str(tmp_path), augment=False)
-
-
-def test_mnist_trains_and_is_evaluated(program: Path, tmp_path: Path):
-    files = write_mnist(tmp_path / "files")
-    call(f"{program}/train.py {SMALL} --epochs 1 --dataset mnist --data_dir {files}", tmp_path)
-    assert "on 597 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
-    error = call(f"{program}/train.py --dataset mnist", tmp_path, code=2).stderr
-    assert "--data_dir" in error and "train-images-idx3-ubyte is missing" in error
 
 
 # ---- profiler, sync_batchnorm
@@ -405,7 +320,7 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
         return {re.search(r"recipes/(\S+)", line)[1]: line.partition(":")[0] for line in lines}
 
     copy_programs(tmp_path)
-    patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "data" / "mnist.patch"
+    patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "data" / "mapped.patch"
     good = {f"{path.parent.name}/{path.name}": "applies" for path in RECIPES.glob("*/*.patch")}
     config = (tmp_path / "config.py").read_text()
     (tmp_path / "config.py").write_text("# a new line\n" + config)
@@ -420,7 +335,7 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
         for path in RECIPES.glob("*/*.patch")
         if '    dataset: Literal["digits"] = "digits"' in path.read_text()
     ]
-    assert "data/mnist.patch" in failing
+    assert "data/mapped.patch" in failing
     assert check("--write", code=len(failing)) == good | dict.fromkeys(failing, "FAILS")
 
 
