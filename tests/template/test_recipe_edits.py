@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     LONG,
+    ON_2,
     REPO,
     SMALL,
     assert_same_run,
@@ -29,7 +30,8 @@ from sklearn.metrics import jaccard_score
 from test_recipes import with_recipe
 
 PAGE = diffs("recipes/edits.md")
-REFERENCE, NO_DECAY, MUON, VAL_SETS, LAZY, CHECKPOINTING, IGNORED, THAW, LAST_FIT, HUB, HUGGING_FACE = PAGE
+REFERENCE, NO_DECAY, MUON, EXPONENTIAL, VAL_SETS, LAZY, SYNC, CHECKPOINTING, *OTHERS, HUB, HUGGING_FACE = PAGE
+IGNORED, THAW, LAST_FIT = OTHERS
 TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
@@ -200,6 +202,23 @@ def test_two_processes_train_the_same_with_muon(with_muon, tmp_path):
 def test_muon_in_mixed_precision_and_compiled(with_muon, tmp_path):
     for options in ("--precision bf16-mixed", "--compile"):
         call(f"{with_muon}/{FEW} --fast_run {options}", tmp_path)
+
+
+# ---- another schedule, BatchNorm over all GPUs
+
+
+def test_the_exponential_schedule_falls_by_its_factor_in_each_epoch(tmp_path):
+    program = edited(EXPONENTIAL, tmp_path / "program")
+    call(f"{program}/train.py {SMALL} --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path)
+    rates = [float(row["lr"]) for row in history(tmp_path)]
+    assert rates[4:] == pytest.approx([4e-3 * 0.5 ** ((step - 5) / 4) for step in range(5, 21)])
+
+
+def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path):
+    program = edited(SYNC, tmp_path / "program")
+    replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n")
+    run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
+    assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
 
 
 # ---- several validation sets

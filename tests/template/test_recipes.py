@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ON_2, REPO, SMALL, call, edited, history, run, run_dir
-from edits import apply, copy_programs, replace
+from conftest import ON_2, REPO, SMALL, call, edited, run, run_dir
+from edits import apply, copy_programs
 
 RECIPES = REPO / "recipes"
 PATCHES = sorted([*RECIPES.glob("*/*.patch"), *REPO.glob("benchmarks/*.patch")])
@@ -49,7 +49,7 @@ def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("train")
 
 
-# ---- profiler, sync_batchnorm
+# ---- profiler
 
 
 def test_profiler_writes_a_trace_of_the_steps(tmp_path: Path):
@@ -84,20 +84,6 @@ def test_a_profile_is_not_in_the_speed_and_a_resume_makes_another(tmp_path: Path
     call(f"{program}/train.py --resume auto --max_steps 20", tmp_path)
     names = sorted(path.name for path in run_dir(tmp_path).glob("trace-*.json"))
     assert names == ["trace-00000008.json", "trace-00000016.json"]
-
-
-def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path: Path):
-    program = with_recipe("sync_batchnorm", tmp_path / "program")
-    replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n")
-    run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
-    assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
-
-
-def test_the_exponential_schedule_falls_by_its_factor_in_each_epoch(tmp_path: Path):
-    program = with_recipe("exponential", tmp_path / "program")
-    call(f"{program}/train.py {SMALL} --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path)
-    rates = [float(row["lr"]) for row in history(tmp_path)]
-    assert rates[4:] == pytest.approx([4e-3 * 0.5 ** ((step - 5) / 4) for step in range(5, 21)])
 
 
 # ---- slurm.sbatch, with stand-ins for Slurm: srun writes a checkpoint if it is told so, scontrol what it gets
@@ -259,7 +245,6 @@ NEIGHBOURS = [
 NEEDS = {
     "crossvalidation": "--fold 1",
     "distillation": "--teacher {teacher}",
-    "exponential": "--lr_schedule exponential",
     "profiler": "--profile 1",
     "sharded": "--strategy model_parallel --devices 1",
 }
