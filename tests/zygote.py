@@ -29,8 +29,8 @@ SHARED = (
     "sklearn.datasets tensorboard.compat.proto.event_pb2 torch.utils.tensorboard torch._dynamo"
 )
 PR_SET_CHILD_SUBREAPER = 36
-# Variables that no import reads: a fork may have others than the zygote.
-LATE = {"PYTEST_CURRENT_TEST", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD"}
+# How variables begin that no import reads: a fork may have others than the zygote.
+LATE = ("PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL")
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -48,6 +48,9 @@ class Zygote:
     def begin(self, env: dict[str, str]) -> None:
         self.env = env
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # its grandchildren become children of this process
+        if channel := os.environ.pop("ZYGOTE_CHANNEL", ""):  # this process is a fork, and has been given a zygote
+            self.socket = socket.socket(fileno=int(channel))
+            return
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import zygote; zygote.serve(sys.argv[1])"
         command = [sys.executable, "-c", code, str(other.fileno())]
@@ -92,11 +95,12 @@ class Forked(subprocess.Popen):
 
 
 def plain(env: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in LATE}
+    return {name: value for name, value in env.items() if not name.startswith(LATE)}
 
 
 def popen(args: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
-    """As subprocess.Popen(args, env=env, **options), which must have pipes, and start_new_session."""
+    """As subprocess.Popen(args, env=env, **options), which must have pipes, and start_new_session. A script
+    that uses this module, too, has a zygote at once where `env` has an empty ZYGOTE_CHANNEL."""
     can = sys.platform == "linux" and args[0] == sys.executable and args[1].endswith(".py") and "--help" not in args
     is_plain = plain(env).items() <= (os.environ | {"OMP_NUM_THREADS": "1"}).items()  # nothing that one test has set
     if can and ZYGOTE.env is None and is_plain and env.get("OMP_NUM_THREADS") == "1":
@@ -110,7 +114,7 @@ def popen(args: list[str], env: dict[str, str], **options: Any) -> subprocess.Po
 
 
 def serve(fd: str) -> None:
-    """Forks for each request until the other end is closed. Returns in a fork alone, which then ends as Python ends."""
+    """Imports what the forks share, and answers."""
     names = SHARED.split()
     if importlib.util.find_spec("pyarrow"):  # sklearn would import it, and it starts threads
         names.remove("sklearn.datasets")
@@ -123,6 +127,11 @@ def serve(fd: str) -> None:
         if "Threads:\t1\n" not in status.read():
             os._exit(0)  # a fork would have only one of the threads
     channel.send(b"ready")
+    answer(channel)
+
+
+def answer(channel: socket.socket) -> None:
+    """Forks for each request until the other end is closed. Returns in a fork alone, which then ends as Python ends."""
     while True:
         message, fds, _, _ = socket.recv_fds(channel, 99, 9)
         if not message:
@@ -154,6 +163,13 @@ def become(fds: list[int]) -> None:
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
+    if "ZYGOTE_CHANNEL" in request["env"]:
+        ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            ours.close()
+            return answer(other)
+        other.close()
+        request["env"]["ZYGOTE_CHANNEL"] = str(ours.detach())
     argv = request["argv"]
     env = fork_ranks(argv, request["env"]) if "ZYGOTE_RANKS" in os.environ else request["env"]
     os.environ.clear()
