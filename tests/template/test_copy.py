@@ -123,7 +123,7 @@ def test_it_passes_after_all_edits_of_the_readme(tmp_path: Path):
     assert_passes(run_project_tests(edited("".join(DIFFS), tmp_path)))
 
 
-@pytest.mark.recipes
+@pytest.mark.night
 @pytest.mark.parametrize("number", range(len(DIFFS)))
 def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
     assert_passes(run_project_tests(edited(DIFFS[number], tmp_path)))
@@ -145,7 +145,7 @@ def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_dele
     assert_passes(run_pytest(copy, is_fresh=True))
 
 
-@pytest.mark.recipes
+@pytest.mark.night
 @pytest.mark.parametrize("name", PATCHES)
 def test_it_passes_after_a_recipe(name: str, tmp_path: Path):
     if name in NEEDS:
@@ -392,11 +392,14 @@ def test_every_file_that_ci_names_is_there(system: str, is_stripped: bool, tmp_p
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/bash\necho {system}\n" if name == "bin/uname" else STAND_IN)
         path.chmod(0o755)
-    (script,) = re.findall(r"run: bash (\S+)", (copy / ".github" / "workflows" / "test.yml").read_text())
+    workflows = copy / ".github" / "workflows"
+    (script,) = re.findall(r"run: bash (.+)", (workflows / "test.yml").read_text())
+    assert re.findall(r"run: bash (.+)", (workflows / "night.yml").read_text()) == [f"{script} night"]
     env = os.environ | {"PATH": f"{copy / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", script], cwd=copy, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", script, "night"], cwd=copy, env=env, capture_output=True, text=True, check=True)
     runs = done.stdout.count("python -m pytest")
     assert runs == 1 if is_stripped or system == "Darwin" else runs > 1
+    assert ("-m night" in done.stdout) == (runs > 1)
     named = re.findall(r"\btests/\S+|(?<= )\w\S+\.txt", done.stdout)
     assert named and [name for name in named if not (copy / name).exists()] == []
 

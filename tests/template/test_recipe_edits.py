@@ -91,7 +91,9 @@ def test_a_run_with_a_frozen_model_is_resumed_and_the_same_on_two_processes(with
     assert_same_training(two, one)
 
 
-@pytest.mark.parametrize("options", ["--precision bf16-mixed", "--precision bf16-true", "--compile"])
+@pytest.mark.parametrize(
+    "options", ["--precision bf16-mixed", "--precision bf16-true", pytest.param("--compile", marks=pytest.mark.night)]
+)
 def test_a_frozen_model_beside_one_in_another_precision_or_compiled(options: str, with_reference, reference, tmp_path):
     call(f"{with_reference}/train.py --accelerator cpu --fast_run --reference {reference} {options}", tmp_path)
 
@@ -199,9 +201,9 @@ def test_two_processes_train_the_same_with_muon(with_muon, tmp_path):
     torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)
 
 
-def test_muon_in_mixed_precision_and_compiled(with_muon, tmp_path):
-    for options in ("--precision bf16-mixed", "--compile"):
-        call(f"{with_muon}/{FEW} --fast_run {options}", tmp_path)
+@pytest.mark.parametrize("options", ["--precision bf16-mixed", pytest.param("--compile", marks=pytest.mark.night)])
+def test_muon_in_mixed_precision_and_compiled(options: str, with_muon, tmp_path):
+    call(f"{with_muon}/{FEW} --fast_run {options}", tmp_path)
 
 
 # ---- another schedule, BatchNorm over all GPUs

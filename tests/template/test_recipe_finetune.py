@@ -331,7 +331,9 @@ def test_lora_begins_as_the_model_it_adapts(program: Path, source: Path, tmp_pat
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("options", ["--precision bf16-true", "--precision 64-true", "--compile"])
+@pytest.mark.parametrize(
+    "options", ["--precision bf16-true", "--precision 64-true", pytest.param("--compile", marks=pytest.mark.night)]
+)
 def test_any_precision_and_compiled(options: str, program: Path, source: Path, tmp_path: Path):
     for part in ("--freeze_epochs 0.5", "--lora_rank 2"):
         command = f"{program}/train.py {SMALL} --fast_run --weights {source} {part} {options}"

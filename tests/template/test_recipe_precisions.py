@@ -44,6 +44,7 @@ TRAINED = {
 WITH_STATE = ("ema", "gan", "hard_examples", "two_models")  # beside a model and an optimizer
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_recipe_trains_in_bf16_mixed_with_accumulation_on_two_processes(name: str, tmp_path: Path):
     if name == "text_classification" and not importlib.util.find_spec("transformers"):

@@ -277,7 +277,7 @@ def teacher(tmp_path_factory) -> Path:
     return run_dir(cwd)
 
 
-@pytest.mark.recipes
+@pytest.mark.night
 @pytest.mark.parametrize("kind, feature", NEIGHBOURS)
 def test_recipes_that_change_neighbouring_lines_train_together(kind: str, feature: str, teacher: Path, tmp_path: Path):
     if kind == "text_classification":

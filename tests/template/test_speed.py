@@ -47,7 +47,7 @@ def test_an_edit_leaves_the_losses_as_they_are(diff: str, tmp_path: Path):
     assert logits.shape == (380, 10) and targets.shape == (380,)
 
 
-@pytest.mark.recipes
+@pytest.mark.night
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_loss_inside_the_compiled_model_is_the_same(precision: str, tmp_path: Path):
     options = f"--compile --precision {precision} --epochs 2"

@@ -255,6 +255,7 @@ def test_it_trains_in_other_precisions(runs, precision, dtype):
     assert any(not torch.equal(before[name], after[name]) for name in final)
 
 
+@pytest.mark.night
 def test_a_compiled_model_trains_and_its_weights_have_the_names_of_the_plain_model(runs):
     plain = {name: tensor.shape for name, tensor in weights(runs("plain")).items()}
     for compiled in (weights(runs("compile")), checkpoint(runs("compile"), "best")["model"]):
