@@ -30,6 +30,7 @@ from conftest import (
     copied,
     history,
     interrupt,
+    kill_group,
     last_summary,
     run,
     run_dir,
@@ -39,6 +40,26 @@ from conftest import (
     weights,
 )
 from edits import insert_after, insert_before
+
+# Long enough to be killed in the middle of an epoch.
+SHORTER = f"{LONG} --epochs 12"  # 96 steps
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Where a run of SHORTER was never interrupted. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("whole")
+    call(SHORTER, cwd)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """Where one was killed in the middle of an epoch. To be copied."""
+    cwd = tmp_path_factory.mktemp("killed")
+    assert interrupt(SHORTER, cwd, kill_group).returncode == -signal.SIGKILL
+    return cwd
+
 
 # ---- a kill before a change of a file
 
@@ -256,7 +277,7 @@ def test_a_summary_that_cannot_be_read_is_told_in_a_line(whole, tmp_path, conten
     (line,) = (line for line in printed.splitlines() if "summary.json" in line)
     told = f"{path.relative_to(cwd)} cannot be read, so the run is not known to be finished: "
     assert line.startswith(told) and len(line) > len(told)
-    assert "finished after 240 of 240 steps" in printed
+    assert "finished after 96 of 96 steps" in printed
     assert_same_run(cwd, whole)
     assert "nothing to do" in call("train.py --resume auto", cwd).stdout
 
@@ -279,10 +300,11 @@ def test_without_hard_links_the_best_checkpoint_is_that_of_its_step(two_saves, t
 
 
 def test_a_row_of_the_log_that_was_cut_is_written_again(whole, tmp_path):
-    """As a full disk may cut it: of the row of step 240 there is a 2, and that is no row of step 2."""
+    """As a full disk may cut it: of the row of step 96 there is a 9, and that is no row of step 9."""
     cwd = copied(whole, tmp_path)
     set_running(run_dir(cwd))
-    (run_dir(cwd) / "checkpoints" / "step-00000240.ckpt").unlink()
+    for name in ("step-00000096.ckpt", "best.ckpt"):  # one file: the last step is the best
+        (run_dir(cwd) / "checkpoints" / name).unlink()
     log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
     *lines, last = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines) + last[:1])
@@ -320,11 +342,11 @@ def test_a_log_that_cannot_be_read_is_kept_under_another_name(whole, killed, tmp
     assert re.search(rf"\n{log.relative_to(cwd)} cannot be read \(.+\); it is kept as {copy.name}\n", printed)
     later = history(cwd)
     assert later == history(whole)[-len(later) :] != []
-    call("train.py --resume auto --epochs 31", cwd)
+    call("train.py --resume auto --epochs 13", cwd)
     assert history(cwd)[:-1] == later and len([*log.parent.iterdir()]) == 2  # it is readable from now on
     log.write_bytes(UNREADABLE[name](log.read_bytes()))
     wait_for(lambda: copy.name != time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
-    call("train.py --resume auto --epochs 32", cwd)
+    call("train.py --resume auto --epochs 14", cwd)
     assert copy.read_bytes() == content and len([*log.parent.glob("unreadable-*.csv")]) == 2
 
 
@@ -397,7 +419,7 @@ def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
     def fill(process: subprocess.Popen) -> None:  # no file may grow beyond 5 kB
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (5000, 5000))
 
-    done = interrupt(LONG, tmp_path, fill)
+    done = interrupt(SHORTER, tmp_path, fill)
     assert done.returncode == 1
     *_, error, note = done.stderr.splitlines()
     assert error == "OSError: [Errno 27] File too large"
