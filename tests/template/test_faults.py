@@ -19,6 +19,7 @@ import torch
 from conftest import (
     LONG,
     ON_2,
+    REPO,
     SLOW,
     SMALL,
     TWO_SAVES,
@@ -63,13 +64,12 @@ def killed(tmp_path_factory) -> Path:
 
 # ---- a kill before a change of a file
 
-# Python runs a module of this name at its start. KILL_BEFORE is `N`, or `EVENT NAME N` for the N-th of one kind. With a
-# comma between two of them, the second is looked for after the first.
-KILLER = '''import os, signal, sys
+# Runs the program of its first option, with the further ones. Before it stand WANTED, which are pairs of a kind of
+# change, "EVENT NAME" or any, and the number of one of that kind; CHANGES, a file; and WHERE, a part of the paths.
+KILLER = '''
+import os, runpy, signal, sys
 
-WANTED = [each.rpartition(" ") for each in os.environ["KILL_BEFORE"].split(", ")]
-WANTED = [[kind, int(number)] for kind, _, number in WANTED]
-LIST = os.open(os.environ["CHANGES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+LIST = os.open(CHANGES, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def hook(event, args):
@@ -78,7 +78,7 @@ def hook(event, args):
         is_change = args[2] & (os.O_WRONLY | os.O_RDWR)
     else:
         is_change = event in ("os.mkdir", "os.link", "os.rename") or (event == "os.remove" and os.path.lexists(args[0]))
-    if is_change and "-train_out" in os.fsdecode(args[0]):
+    if is_change and WHERE in os.fsdecode(args[0]):
         change = f"{event} {os.path.basename(os.fsdecode(args[0]))}"
         os.write(LIST, (change + chr(10)).encode())
         WANTED[0][1] -= change.startswith(WANTED[0][0])
@@ -88,17 +88,31 @@ def hook(event, args):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
 sys.addaudithook(hook)
+runpy.run_path(sys.argv[0], run_name="__main__")
 '''
 
 
-def kill_before(change: str | int, command: str, cwd: Path, tmp_path: Path) -> list[str]:
-    """Kills the command before a change of a file; returns all that there were, the one that was not made included."""
-    (tmp_path / "killer").mkdir(exist_ok=True)
-    (tmp_path / "killer" / "sitecustomize.py").write_text(KILLER)
+def kill_before(change: str | int, command: str, cwd: Path, tmp_path: Path, where: str = "-train_out") -> list[str]:
+    """Kills the command before a change of a file; returns all that there were, the one that was not made included.
+
+    Args:
+        change: `N`, or `EVENT NAME N` for the N-th of one kind, or two of these with a comma between them, of which the
+            second is looked for after the first. With 0 nothing is killed.
+        where: What the path of the file has in it.
+    """
+    wanted = [each.rpartition(" ") for each in str(change).split(", ")]
+    lines = {
+        "WANTED": [[kind, int(number)] for kind, _, number in wanted],
+        "CHANGES": str(tmp_path / "changes"),
+        "WHERE": where,
+    }
     (tmp_path / "changes").unlink(missing_ok=True)
-    env = {"KILL_BEFORE": str(change), "CHANGES": str(tmp_path / "changes"), "PYTHONPATH": str(tmp_path / "killer")}
-    run(command, cwd, code=-signal.SIGKILL if change else 0, **env)
+    (tmp_path / "killer.py").write_text("".join(f"{name} = {value!r}\n" for name, value in lines.items()) + KILLER)
+    script, _, options = command.partition(" ")
+    run(f"{tmp_path}/killer.py {REPO / script} {options}", cwd, code=-signal.SIGKILL if change else 0)
     return (tmp_path / "changes").read_text().splitlines()
 
 

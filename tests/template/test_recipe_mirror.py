@@ -38,7 +38,7 @@ from conftest import (
     wait_for,
 )
 from edits import insert_after
-from test_faults import KILLER
+from test_faults import kill_before
 from test_recipes import with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -162,11 +162,7 @@ def test_a_kill_in_the_middle_of_an_upload_costs_no_checkpoint_that_is_there(
 ):
     """What has its name there is whole, the newest is taken, and has its rows."""
     first, second = machines
-    killer = first.parent / "killer"
-    killer.mkdir()
-    (killer / "sitecustomize.py").write_text(KILLER.replace('"-train_out" in', '"/disk/" in'))
-    env = {"KILL_BEFORE": change, "CHANGES": str(first.parent / "changes"), "PYTHONPATH": str(killer)}
-    run(f"{paced}/{TWO_SAVES} {at(disk)}", first, code=-signal.SIGKILL, **env)
+    kill_before(change, f"{paced}/{TWO_SAVES} {at(disk)}", first, first.parent, where="/disk/")
     shutil.rmtree(first)
     there = [torch.load(path, weights_only=True)["step"] for path in disk.glob("*/checkpoints/*.ckpt")]
     assert max(there, default=0) == (step or 0)
@@ -183,11 +179,7 @@ def test_a_kill_while_a_run_is_fetched_leaves_no_part_of_it(
 ):
     first, second = machines
     call(f"{program}/{TWO_SAVES} {at(disk)}", first)
-    killer = first.parent / "killer"
-    killer.mkdir()
-    (killer / "sitecustomize.py").write_text(KILLER.replace('"-train_out" in', '"/second/" in'))
-    env = {"KILL_BEFORE": "open model.pt 1", "CHANGES": str(first.parent / "changes"), "PYTHONPATH": str(killer)}
-    run(f"{program}/{TWO_SAVES} {at(disk)}", second, code=-signal.SIGKILL, **env)
+    kill_before("open model.pt 1", f"{program}/{TWO_SAVES} {at(disk)}", second, first.parent, where="/second/")
     assert not [*second.glob("2*")]
     assert "nothing to do" in call(f"{program}/{TWO_SAVES} {at(disk)}", second).stdout
     assert_same_run(second, two_saves)
