@@ -3,6 +3,8 @@ torchmetrics, and nothing of the project. The project's own modules are imported
 the script. A fork has its own pid, session, signals, exit code and atexit handlers, as any process. Where an import
 starts a thread, of which a fork would have none, all processes are real ones.
 
+With FORK_RANKS, the other ranks of `--devices N` are forks, too, in place of the processes that Fabric starts.
+
 What it does not show: the imports themselves (their order, time, messages), and what differs between two interpreters,
 such as the order of a set of strings. So a process is a real one (`subprocess.Popen`) with --help, with another
 environment than that of the zygote, and wherever the script is not a Python file; on other systems than Linux, always.
@@ -31,6 +33,7 @@ SHARED = (
 PR_SET_CHILD_SUBREAPER = 36
 # How variables begin that no import reads: a fork may have others than the zygote.
 LATE = ("PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL")
+FORK_RANKS = False
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -88,6 +91,7 @@ class Forked(subprocess.Popen):
                        shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest) -> None:  # fmt: skip
         ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]  # a process inherits it
         request = {"argv": args[1:], "cwd": str(cwd or os.getcwd()), "env": env, "ignored": ignored}
+        request["fork_ranks"] = FORK_RANKS
         files = enumerate((p2cread, c2pwrite, errwrite))
         self.pid = ZYGOTE.fork(request, [number if file == -1 else file for number, file in files])
         self._child_created = True
@@ -171,7 +175,7 @@ def become(fds: list[int]) -> None:
         other.close()
         request["env"]["ZYGOTE_CHANNEL"] = str(ours.detach())
     argv = request["argv"]
-    env = fork_ranks(argv, request["env"]) if "ZYGOTE_RANKS" in os.environ else request["env"]
+    env = fork_ranks(argv, request["env"]) if request["fork_ranks"] else request["env"]
     os.environ.clear()
     os.environ.update(env)
     sys.argv = argv

@@ -25,6 +25,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 import zygote  # noqa: E402
 
+zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
 torch.set_num_threads(1)  # as in the processes that are started: sums in the same order, equal in every bit
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.

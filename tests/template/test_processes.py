@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zygote
 from conftest import (
     LONG,
     NO_SHARED_STORE,
@@ -46,6 +48,15 @@ from conftest import (
 )
 from edits import copy_programs, insert_after, insert_before, replace
 from test_prepared_data import DOWNLOAD, log
+
+
+@pytest.fixture(autouse=True, scope="module")
+def real_ranks() -> Iterator[None]:
+    """Fabric starts the ranks, as it does for users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zygote, "FORK_RANKS", False)
+        yield
+
 
 # ---- launchers
 
