@@ -243,6 +243,11 @@ def assert_stopped_and_saved(done: subprocess.CompletedProcess, cwd: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+def how_to_go_on(cwd: Path) -> str:
+    """What a run says at its end if it is not finished."""
+    return f"the checkpoints are whole, continue with: python train.py --resume {run_dir(cwd).name}"
+
+
 def weights(cwd: Path) -> dict[str, torch.Tensor]:
     return torch.load(run_dir(cwd) / "model.pt", weights_only=True)
 
