@@ -194,12 +194,8 @@ def test_a_finished_run_that_is_made_longer_is_not_taken_for_a_finished_one(
     stays = "import time\nwhile step == 4:\n    time.sleep(0.02)"
     killed = insert_after(with_recipe("mirror", first.parent / "killed"), "step is done", stays)
     call(f"{program}/{TWO_SAVES} --max_steps 2 {at(disk)}", first)
-    killer = first.parent / "killer"
-    killer.mkdir()
-    (killer / "sitecustomize.py").write_text(KILLER.replace('"-train_out" in', '"/disk/" in'))
-    changes = first.parent / "changes"
-    env = {"KILL_BEFORE": "os.rename summary.json.tmp 1", "CHANGES": str(changes), "PYTHONPATH": str(killer)}
-    run(f"{killed}/{TWO_SAVES} --checkpoint_interval 1 {at(disk)}", first, code=-signal.SIGKILL, **env)
+    options = f"{killed}/{TWO_SAVES} --checkpoint_interval 1 {at(disk)}"
+    kill_before("os.rename summary.json.tmp 1", options, first, first.parent, where="/disk/")
     shutil.rmtree(first)
     call(f"{program}/{TWO_SAVES} {at(disk)}", second)
     assert_same_run(second, two_saves)
