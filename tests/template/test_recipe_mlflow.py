@@ -228,15 +228,14 @@ def test_other_characters_in_a_name_are_replaced(program: Path, cwd: Path, tmp_p
     assert curves["val/acc-1 ---"] == curves["val/accuracy"]
 
 
-def test_the_logger_of_lightning_works_in_one_line(cwd: Path, tmp_path_factory):
+def test_the_logger_of_lightning_works_in_two_lines(cwd: Path, tmp_path_factory):
     """That of recipes/README.md, in place of the comment in open_loggers, without the recipe."""
     page = (REPO / "recipes" / "README.md").read_text()
-    (appended,) = re.findall(r"^    loggers\.append\(MLFlowLogger\(.*\n", page, re.MULTILINE)
+    (lines,) = re.findall(r"^    from .+ import MLFlowLogger\n\n    loggers\.append\(.*\n", page, re.MULTILINE)
     program = copy_programs(tmp_path_factory.mktemp("lightning"))
     text = (program / "loggers.py").read_text()
     (comment,) = [line for line in text.splitlines(keepends=True) if line.startswith("    # Append any logger")]
-    line = f"    from lightning.pytorch.loggers import MLFlowLogger\n\n{appended}"
-    (program / "loggers.py").write_text(text.replace(comment, line))
+    (program / "loggers.py").write_text(text.replace(comment, lines))
     call(f"{program}/train.py {SMALL} --logger_name csv", cwd)
     assert_same_curves(cwd)
     assert (Stored(cwd).name, Stored(cwd).status) == (run_dir(cwd).name, "FINISHED")
