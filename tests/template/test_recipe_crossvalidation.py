@@ -36,7 +36,7 @@ def program(tmp_path_factory) -> Path:
     """The programs with the recipe, and the scripts that average over folds."""
     program = with_recipe("crossvalidation", tmp_path_factory.mktemp("program"))
     (program / "recipes").mkdir()
-    for name in ("sweep.py", "runs.py"):
+    for name in ("sweep.py", "runs.py", "run_table.py"):
         shutil.copy(REPO / "recipes" / name, program / "recipes")
     return program
 

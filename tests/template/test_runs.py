@@ -11,9 +11,12 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 import yaml
-from conftest import REPO, call, start
+from conftest import REPO, SMALL, call, start
+from edits import copy_programs, insert_after
+from scipy.stats import ttest_1samp, ttest_rel
 
 OPTIONS = {"out_dir": "x", "seed": 0, "width": 32, "logger_name": ["csv"], "effective_batch_size": 100,
            "monitor": "val/accuracy", "monitor_mode": "auto"}  # fmt: skip
@@ -108,27 +111,6 @@ def test_parameters_are_shown_where_they_differ(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("monitor, mode", [("val/accuracy", "auto"), ("val/accuracy", None), ("val/f1", "max")])
-def test_a_run_in_progress_counts_rows_after_its_last_checkpoint(monitor: str, mode: str | None, tmp_path: Path):
-    """The mode is that of the options, or the name of the monitored value tells it. An older version wrote `null`."""
-    path = make(tmp_path, 0, [0.5, 0.8, 0.9], finished=False, monitor=monitor, monitor_mode=mode)
-    (path / "summary.json").write_text(json.dumps({"step": 10, "best": 0.5}))
-    (row,) = table(tmp_path)
-    assert (row["best"], row["best_step"], row["step"]) == ("0.9", "30", "30")
-    (path / "summary.json").unlink()
-    assert table(tmp_path) == [row]
-    assert runs(tmp_path).stdout.startswith(f"best: max {monitor}\n")
-
-
-def test_a_run_of_an_older_version_whose_mode_is_not_known_is_shown_as_the_run_has_chosen(tmp_path: Path):
-    """By its words for metrics, which are gone. Nobody guesses which of the newer rows is the best."""
-    path = make(tmp_path, 0, [0.5, 0.8, 0.9, 0.2], finished=False, monitor="val/f1", monitor_mode=None)
-    change_summary(path, best=0.8, best_step=20)
-    (row,) = table(tmp_path)
-    assert (row["best"], row["best_step"], row["step"]) == ("0.8", "20", "40")
-    assert runs(tmp_path).stdout.startswith("best: max or min val/f1\n")
-
-
 def test_grouped_over_seeds(sweep: Path):
     rows = table(sweep, "--group")
     assert [*rows[0]] == ["width", "mean", "std", "n", "state"]
@@ -140,13 +122,10 @@ def test_grouped_over_seeds(sweep: Path):
     assert table(sweep, "--group")[1]["state"] == "2 finished, 1 interrupted"
 
 
-def test_grouped_over_folds_and_over_what_is_named(tmp_path: Path):
+def test_grouped_over_folds(tmp_path: Path):
     for number in range(8):
         make(tmp_path, number, [number / 10], seed=number % 2, fold=number // 2 % 2, width=number // 4)
     assert [(row["width"], row["n"]) for row in table(tmp_path, "--group")] == [("0", "4"), ("1", "4")]
-    rows = table(tmp_path, "--group --average width")
-    assert [(row["seed"], row["fold"], row["n"]) for row in rows] == [(*key, "2") for key in ("00", "10", "01", "11")]
-    assert float(rows[1]["mean"]) == pytest.approx(0.3)
 
 
 def test_sorted_and_filtered(sweep: Path):
@@ -167,12 +146,6 @@ def test_sorted_and_filtered(sweep: Path):
     assert [row["best"] for row in table(sweep, "--filter monitor=val/loss")] == ["0.1"]
 
 
-def test_markdown(sweep: Path):
-    lines = runs(sweep, "--group --format markdown").stdout.splitlines()
-    assert lines[:2] == ["| width | mean | std | n | state |", "| --- | --- | --- | --- | --- |"]
-    assert lines[3] == "| 64 | 0.94 | 0.01 | 3 | 3 finished |"
-
-
 DAMAGE = {
     "config.yaml": [
         "",
@@ -181,18 +154,8 @@ DAMAGE = {
         "a: [[b], {c: d}]",
         "width: 64\nmonitor: val/accuracy\neffective_batch_size: many",
     ],
-    "summary.json": ["", '{"step": 3', "[1]", "\0\0\0", '{"step": "x"}', '{"last": 3}'],
-    "logs/csv/metrics.csv": ["", "\0\0", "step,val/accuracy\n10,0.5\n20", "step\n", "a,b\n1,2\n", "step,lr\nx,y\n"],
+    "summary.json": ["", '{"step": 3', "[1]", "\0\0\0", '{"step": "x"}'],
 }
-
-DAMAGED_ROWS = {
-    "\0\0": 0,
-    "a,b\n1,2\n": 0,
-    "step,lr\nx,y\n": 0,
-    "step;lr\n10;0.1\n": 0,
-    "step,lr\n10,0.1\n20\n30,0.1\n": 2,
-}
-DAMAGE["logs/csv/metrics.csv"] += DAMAGED_ROWS
 
 
 @pytest.mark.parametrize("name, text", [(name, text) for name, texts in DAMAGE.items() for text in texts])
@@ -202,30 +165,17 @@ def test_a_damaged_run_does_not_hide_the_others(name: str, text: str, sweep: Pat
     assert len(done.stdout.splitlines()) == 7
     assert re.search("20260101-000004-x,1,64,.*0.94", done.stdout)
     assert "Traceback" not in done.stderr
-    is_damage = text in ("a: [", "- list", '{"step": 3', "[1]", '{"step": "x"}', '{"last": 3}', *DAMAGED_ROWS)
-    assert is_damage == (f"20260101-000002-x/{name} is damaged: " in done.stderr) or text in ("", "\0\0\0")
-    (sweep / "20260101-000002-x" / name).unlink()
-    done = runs(sweep, "--format csv")
-    assert len(done.stdout.splitlines()) == 7
-    assert ("config.yaml is missing" in done.stderr) == (name == "config.yaml")
+    is_yaml = text.endswith(("{c: d}]", "many"))
+    assert is_yaml != (f"20260101-000002-x/{name} is damaged: " in done.stderr)
     runs(sweep, "--group --sort mean")
 
 
-@pytest.mark.parametrize("text", DAMAGED_ROWS)
-def test_a_damaged_metrics_csv_is_named_with_what_can_be_read(text: str, tmp_path: Path):
-    path = make(tmp_path, 0, [0.5]) / "logs" / "csv" / "metrics.csv"
-    assert runs(tmp_path).stderr == ""
-    path.write_text(text)
-    error = f"{path} is damaged: {DAMAGED_ROWS[text]} rows can be read, and are shown\n"
-    assert runs(tmp_path).stderr == error
-
-
-def test_a_row_that_is_cut_does_not_count(tmp_path: Path):
-    path = make(tmp_path, 0, [0.5], finished=False)
-    (path / "summary.json").unlink()
-    with open(path / "logs" / "csv" / "metrics.csv", "a") as file:
-        file.write("20,0.1,1000.0,0.9")  # of 0.09
-    assert table(tmp_path)[0]["best"] == "0.5"
+def test_a_young_run_has_no_results(tmp_path: Path):
+    """Its summary.json is not there yet; nothing is damaged."""
+    (make(tmp_path, 0, [0.5], finished=False) / "summary.json").unlink()
+    done = runs(tmp_path)
+    assert done.stdout.splitlines()[2].split() == ["20260101-000000-x", "-", "-", "-", "-", "interrupted"]
+    assert done.stderr == ""
 
 
 @pytest.fixture
@@ -243,12 +193,37 @@ def test_a_table_of_many_runs_fits(columns: int, option: str, many: Path):
     """Each row is there, and can still be told from the others; what is left out is named."""
     lines = runs(many, option, columns=columns).stdout.splitlines()
     assert max(map(len, lines)) <= columns
-    rows = [line.split() for line in lines if re.search(r"finished", line)]
+    rows = [line.split() for line in lines if "finished" in line]
     assert len(rows) == 200 == len({tuple(row) for row in rows})
     if option != "--group":
-        assert {row[0] for row in rows} >= {f"20260101-{n // 4:06}-x-width={n:03}…" for n in range(200)}
+        names = [line.split()[0] for line in lines if line.startswith(("x-", "and-", "make-", "long"))]
+        assert "".join(names).count("-and-many-other-options-that-make-it-long") == 200
     last = " ".join(lines[lines.index(next(line for line in lines if line.startswith("not shown:"))) :])
     assert "option_number_8" in last and last.endswith("--wide shows all, --columns some")
+
+
+def test_the_name_that_the_user_gave_is_broken_and_not_cut(tmp_path: Path):
+    """The time is left out where the names differ without it. Where they do not, it tells the runs from each other."""
+    name = "a-name-of-more-than-sixty-characters-that-no-terminal-of-so-few-has-room-for"
+    for number in range(2):
+        path = make(tmp_path, number, [0.5])
+        path.rename(path.with_name(f"{path.name[:16]}{name}"))
+    lines = runs(tmp_path, columns=60).stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    end = next(number for number, line in enumerate(lines) if line.startswith("not shown"))
+    words = [line.split()[0] for line in lines[2:end]]
+    assert "".join(words) == "".join(f"20260101-{number:06}-{name}" for number in range(2))
+    first, second = sorted(tmp_path.iterdir())
+    second.rename(second.with_name(f"{second.name}s"))
+    text = runs(tmp_path, columns=95).stdout
+    assert f"\n{name}   " in text and f"\n{name}s  " in text and "20260101" not in text
+
+
+def test_a_long_option_loses_its_middle(tmp_path: Path):
+    for number in range(2):
+        make(tmp_path, number, [0.5], data_dir=f"/a/long/path/that/leads/to/the/data/set/number{number}")
+    lines = runs(tmp_path).stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("x ") or "000000-x" in line] == ["/a/long…/number0"]
 
 
 def test_a_wide_table_has_all_columns_whole(many: Path):
@@ -290,34 +265,7 @@ def test_a_reader_that_has_seen_enough(many: Path):
     assert process.wait() == 0
 
 
-@pytest.mark.parametrize("number", [1, 2, 12, 40])
-def test_plot(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Losses on the left, the monitored value on the right; a legend with the best runs, which nothing overlaps."""
-    figures, Figure = [], pytest.importorskip("matplotlib.figure").Figure
-    draw = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: [figures.append(figure), draw(figure, path)])
-    for i in range(number):
-        make(tmp_path, i, [0.5, 0.9 + i / 1000, 0.7], seed=i % 3, width=i // 3)
-    runs(tmp_path, "--plot curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    (left, right), (legend,) = figures[0].axes, figures[0].legends
-    assert (left.get_title(), left.get_yscale()) == ("train/loss (dotted) and val/loss", "log")
-    assert (right.get_title(), right.get_xlabel()) == ("val/accuracy", "step")
-    assert (len(left.lines), len(right.lines)) == (2 * number, number)
-    assert right.lines[0].get_xydata().tolist() == [[10, 0.5], [20, 0.9 + (number - 1) / 1000], [30, 0.7]]
-    assert [line.get_linestyle() for line in left.lines[:2]] == [":", "-"]
-    colors = [str(line.get_color()) for line in right.lines]
-    assert len({*colors[:20]}) == min(number, 20) and {*colors[20:]} <= {"lightgray"}
-    heights = [line.get_zorder() for line in right.lines]
-    assert heights == sorted({*heights}, reverse=True)  # the best on top
-    texts = [text.get_text() for text in legend.get_texts()]
-    expected = [f"seed {i % 3}, width {i // 3}" for i in reversed(range(number))]
-    few = {1: ["20260101-000000-x"], 2: ["seed 1", "seed 0"]}
-    assert texts == few.get(number, expected[:20])
-    assert legend.get_title().get_text() == ("the 20 best of 40 runs" if number == 40 else "")
-    box, page = legend.get_window_extent(), figures[0].bbox
-    assert 0 <= box.x0 < box.x1 <= page.x1 and box.y0 >= 0 and box.y1 < min(a.get_tightbbox().y0 for a in (left, right))
-    assert "--plot curves.xyz: " in runs(tmp_path, "--plot curves.xyz", code=2).stderr
+# ---- curves
 
 
 def drawn(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -325,20 +273,38 @@ def drawn(folder: Path, monkeypatch: pytest.MonkeyPatch):
     figures, Figure = [], pytest.importorskip("matplotlib.figure").Figure
     draw = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: [figures.append(figure), draw(figure, path)])
-    return runs(folder, "--plot curves.png"), figures[0]
+    return runs(folder, "--plot curves.png").stdout, figures[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 12])
+def test_plot_as_a_picture(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both losses and the monitored value of the ten best runs, the best on top; below them a legend."""
+    for i in range(number):
+        make(tmp_path, i, [0.5, 0.9 + i / 1000, 0.7], seed=i % 3, width=i // 3)
+    printed, figure = drawn(tmp_path, monkeypatch)
+    assert printed == "picture curves.png\n" + ("the 10 best of 12 runs\n" if number == 12 else "")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.get_title() for axes in figure.axes] == ["train/loss", "val/loss", "val/accuracy"]
+    lines = figure.axes[2].lines
+    assert len(lines) == min(number, 10)
+    assert lines[0].get_xydata().tolist() == [[10, 0.5], [20, 0.9 + (number - 1) / 1000], [30, 0.7]]
+    heights = [line.get_zorder() for line in lines]
+    assert heights == sorted({*heights}, reverse=True)
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    expected = [f"seed {i % 3}, width {i // 3}" for i in reversed(range(number))][:10]
+    assert texts == {1: ["20260101-000000-x"], 2: ["seed 1", "seed 0"]}.get(number, expected)
 
 
 def test_plot_with_many_options_in_the_legend_cuts_none(many: Path, monkeypatch: pytest.MonkeyPatch):
-    done, figure = drawn(many, monkeypatch)
-    assert done.stderr == "picture curves.png\n"
+    _, figure = drawn(many, monkeypatch)
     (legend,) = figure.legends
     first = legend.get_texts()[0].get_text()
     assert " ".join(first.split()).startswith("width 199, option_number_0 0.004975, ")
     assert first.count("option_number_") == 9
-    boxes = [legend.get_window_extent(), *(text.get_window_extent() for text in legend.get_texts())]
-    for box in boxes:
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0 < box.y1
-    assert boxes[0].y1 < min(axes.get_tightbbox().y0 for axes in figure.axes)
+    for box in [legend.get_window_extent(), *(text.get_window_extent() for text in legend.get_texts())]:
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert 0 <= box.y0 < box.y1
+    assert legend.get_window_extent().y1 < min(axes.get_tightbbox().y0 for axes in figure.axes)
     assert min(axes.get_window_extent().height for axes in figure.axes) > 200  # of 400 without a legend
 
 
@@ -351,17 +317,178 @@ def test_plot_of_a_single_point_has_a_marker(tmp_path: Path, monkeypatch: pytest
         assert {len(line.get_xdata()) for line in axes.lines} == {1, 2}
 
 
-def test_diff(sweep: Path):
-    for number, version in ((0, "1.0"), (5, "1.1")):
-        (folder := sweep / f"20260101-00000{number}-x" / "provenance").mkdir()
-        head = f"python train.py\n1 x cpu\nPython 3.11\nsame-1.0\nsome-pack-{version}\n{'a' * 40}\n M train.py\n"
-        (folder / "20260101-000000.txt").write_text(f"{head}diff --git a/train.py b/train.py\n+code of {version}\n")
-    lines = [line.split() for line in runs(sweep, "--diff 000000 20260101-000005-x").stdout.splitlines()]
-    for line in ("seed 0 2", "width 32 64", "some-pack 1.0 1.1", "best 0.9 0.95", "-+code of 1.0", "++code of 1.1"):
-        assert line.split() in lines
-    assert not {"same", "logger_name", "step"} & {line[0] for line in lines if line}
-    assert runs(sweep, "--diff 000000 000000").stdout.count("all the same") == 4
+def test_plot_of_an_unknown_kind_is_a_mistake(sweep: Path):
+    pytest.importorskip("matplotlib")
+    assert "error: --plot curves.xyz: " in runs(sweep, "--plot curves.xyz", code=2).stderr
 
+
+def test_plot_in_the_terminal(tmp_path: Path):
+    """A panel of 16 lines for each value. The marks of a run are its place: a better one stands above it."""
+    pytest.importorskip("plotext")
+    for number in range(12):
+        make(tmp_path, number, [0.1 + number / 20] * 5, seed=number)
+    lines = runs(tmp_path, "--plot", columns=70).stdout.splitlines()
+    assert max(map(len, lines)) <= 70 and "\x1b" not in "".join(lines)
+    assert [lines[place].strip() for place in (0, 17, 34)] == ["train/loss", "val/loss", "val/accuracy"]
+    assert lines[51:] == [*(f"{place}  seed {11 - place}" for place in range(10)), "the 10 best of 12 runs"]
+    drawn = [re.split("[│┤]", line)[1] for line in lines[36:47]]
+    found = "".join(mark for line in drawn for mark in sorted({*line} - {" "}))
+    assert found == "0123456789"
+
+
+def test_plot_of_a_row_that_is_cut(tmp_path: Path):
+    """The last row may be just being written; a damaged one is not drawn."""
+    pytest.importorskip("plotext")
+    path = make(tmp_path, 0, [0.5, 0.6])
+    with open(path / "logs" / "csv" / "metrics.csv", "a") as file:
+        file.write("x,,\n30,0.1,1000.0,1,1,9")  # of 0.9
+    lines = runs(tmp_path, "--plot").stdout.splitlines()
+    assert [line.split()[-1] for line in (lines[14], lines[48])] == ["20.0", "20.0"]
+    assert lines[36].startswith("0.600") and lines[46].startswith("0.500")
+
+
+def test_plot_of_runs_without_values(tmp_path: Path):
+    (make(tmp_path, 0, [0.5]) / "logs" / "csv" / "metrics.csv").unlink()
+    assert "error: --plot: these runs have no logs/csv/metrics.csv" in runs(tmp_path, "--plot", code=2).stderr
+
+
+@pytest.mark.parametrize("option, package", [("--plot", "plotext"), ("--plot curves.png", "matplotlib")])
+def test_plot_without_the_package_says_so(option: str, package: str, sweep: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # as Python marks a module that is not to be found
+    error = runs(sweep, option, code=2).stderr
+    assert error.startswith(f"runs.py: error: --plot: needs {package}") and error.count("\n") == 1
+
+
+# ---- two runs
+
+
+def test_diff(tmp_path: Path):
+    """Options, results and packages; the packages are those that rundir.py names."""
+    for number, version in enumerate(("1.0", "1.1")):
+        folder = make(tmp_path, number, [0.5 + number / 10], seed=number) / "provenance"
+        folder.mkdir()
+        head = f"python train.py\n1 x cpu on host\nPython 3.11.9 on Linux\nsame-1.0\nsome_pack-{version}\n"
+        (folder / "20260101-000000.txt").write_text(f"{head}# branch.oid {'a' * 40}\n1 .M N... train.py\n? a-b\n")
+    lines = [line.split() for line in runs(tmp_path, "--diff 000000 20260101-000001-x").stdout.splitlines()]
+    for line in ("value A B", "seed 0 1", "best 0.5 0.6", "package A B", "some_pack 1.0 1.1", "not kept"):
+        assert line.split() in lines
+    assert not {"same", "logger_name", "step", "run", "path"} & {line[0] for line in lines if line}
+    text = runs(tmp_path, "--diff 000000 seed=0").stdout
+    assert text == "value\nall the same\n\npackage\nall the same\n\ncode\nnot kept\n"
+
+
+def test_diff_shows_the_code_that_differs(program: Path, cwd: Path):
+    """Of two runs that train.py has written, one after an edit and with a new file. Of a run that was resumed with
+    other code, the newest counts."""
+    command = f"{copy_programs(program)}/train.py {SMALL} --epochs 1"
+    call(f"{command} --out_dir before", cwd)
+    insert_after(program, "batch", "images = images + 0")
+    (program / "mine.py").write_text("x = 1\n")
+    call(f"{command} --out_dir after --seed 3", cwd)
+    text = runs(cwd, "--diff before after").stdout
+    assert re.search(r"^seed +42 +3$", text, re.MULTILINE)
+    assert "package\nall the same\n" in text
+    lines = text.partition("\ncode\n")[2].splitlines()
+    assert lines[:6] == [
+        "--- A/mine.py",
+        "+++ B/mine.py",
+        "@@ -0,0 +1 @@",
+        "+x = 1",
+        "--- A/train.py",
+        "+++ B/train.py",
+    ]
+    assert [line for line in lines[6:] if line[0] in "+-"] == ["+    images = images + 0"]
+
+    (program / "mine.py").write_text("x = 2\n")
+    call(f"{program}/train.py --resume after --epochs 2", cwd)
+    assert "+x = 2" in runs(cwd, "--diff before after").stdout.splitlines()
+    assert runs(cwd, "--diff after after").stdout.endswith("\ncode\nall the same\n")
+
+
+# ---- two groups of runs
+
+
+def pairs(folder: Path, ours: list[float], theirs: list[float], **options) -> list[str]:
+    """What `--compare` prints about runs with these best values, of the seeds 0, 1, ... each."""
+    for number, value in enumerate(ours):
+        make(folder, number, [value], seed=number, width=32, **options)
+    for number, value in enumerate(theirs):
+        make(folder, 100 + number, [value], seed=number, width=64, **options)
+    return runs(folder, "--compare width=32 width=64").stdout.splitlines()
+
+
+OURS, THEIRS = [0.90, 0.80, 0.95, 0.85], [0.92, 0.81, 0.98, 0.87]  # differ by 0.02, 0.01, 0.03, 0.02
+
+
+def test_compare_a_difference_that_is_distinguishable(tmp_path: Path):
+    """Although the seeds differ much more than the groups. The interval is that of SciPy's paired t-test."""
+    lines = pairs(tmp_path, OURS, THEIRS)
+    assert lines[:2] == ["best: max val/accuracy", "seed  A     B     B - A"]
+    assert lines[2] == "0     0.9   0.92  0.02"
+    low, high = ttest_rel(THEIRS, OURS).confidence_interval(0.95)
+    assert lines[6:] == [
+        f"B - A: 0.02 on average, 95 % interval {low:.3g} to {high:.3g}, 4 pairs",
+        "distinguishable: B is better",
+    ]
+
+
+def test_compare_a_value_whose_smallest_is_best(tmp_path: Path):
+    assert pairs(tmp_path, OURS, THEIRS, monitor="val/loss")[-1] == "distinguishable: A is better"
+
+
+def test_compare_says_how_many_more_seeds_would_settle_it(tmp_path: Path):
+    """In a simulation with so many seeds, four of five cases are distinguishable."""
+    theirs = [0.93, 0.79, 0.97, 0.84]
+    last = pairs(tmp_path, OURS, theirs)[-1]
+    more = int(re.fullmatch(r"not distinguishable: about (\d+) more seeds would settle it", last)[1])
+    differences = np.subtract(theirs, OURS)
+    noise = np.random.default_rng(0).normal(size=(20000, 4 + more))
+    drawn = differences.mean() + differences.std(ddof=1) * noise
+    assert np.mean(ttest_1samp(drawn, 0, axis=1).pvalue < 0.05) == pytest.approx(0.8, abs=0.02)
+
+
+def test_compare_what_no_number_of_seeds_settles(tmp_path: Path):
+    assert pairs(tmp_path, [0.9, 0.8], [0.8, 0.9])[-1].startswith("not distinguishable: about 1000 or more seeds")
+
+
+@pytest.mark.parametrize("theirs", [[0.91, 0.81, 0.96, 0.86], OURS])
+def test_compare_differences_that_are_all_the_same(theirs: list[float], tmp_path: Path):
+    """As of an accuracy on few samples: two equal differences are no proof."""
+    assert pairs(tmp_path, OURS, theirs)[-1].startswith("not distinguishable: the differences are all the same")
+
+
+def test_compare_pairs_what_is_finished(tmp_path: Path):
+    """By seed and fold, in any order; by names as well as by filters. What has no partner does not count."""
+    for number in range(12):
+        value = [0.5, 0.6, 0.7, 0.8, 0.9, 0.4][number % 6] + (number // 6) * (0.1 + number / 1000)
+        path = make(tmp_path, number if number < 6 else 20 - number, [value], seed=number % 3, fold=number % 6 // 3)
+        path.rename(path.with_name(f"{path.name[:16]}{('base', 'wide')[number // 6]}"))
+    lines = runs(tmp_path, "--compare base wide").stdout.splitlines()
+    assert lines[1] == "seed  fold  A    B      B - A"
+    assert lines[2] == "0     0     0.5  0.606  0.106"
+    assert ", 6 pairs" in lines[8]
+    change_summary(tmp_path / "20260101-000014-wide", state="failed")
+    shutil.rmtree(tmp_path / "20260101-000001-base")
+    lines = runs(tmp_path, "--compare run=*-base run=*-wide").stdout.splitlines()
+    assert lines[0] == "left out: 20260101-000014-wide, failed"
+    assert ", 4 pairs" in lines[7]
+
+
+def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
+    both = runs(sweep, "--compare width=32 val=7", code=2)
+    assert "val=7: choose from " in both.stderr
+    error = runs(sweep, "--compare 2026 width=64", code=2).stderr
+    assert error.endswith("20260101-000000-x and 20260101-000003-x have the same seed; --filter one\n")
+    error = runs(sweep, "--filter seed=1 --compare width=32 width=64", code=2).stderr
+    assert "needs finished runs of two seeds or more in both groups, and found 1" in error
+    make(sweep, 6, [0.5], seed=0, width=128, monitor="val/loss")
+    make(sweep, 7, [0.5], seed=1, width=128, monitor="val/loss")
+    assert "do not monitor the same value" in runs(sweep, "--compare width=32 width=128", code=2).stderr
+
+
+# ---- mistakes, speed, and a real run
 
 MISTAKES = (
     "--sort colour",
@@ -372,6 +499,7 @@ MISTAKES = (
     "--filter run>=5",
     "--columns seed colour",
     "--format pdf",
+    "--compare width=32",
     "--colour",
     "--diff 000000",
     "--diff 000000 nine",
@@ -395,7 +523,8 @@ def test_200_runs_within_a_second_and_without_torch(tmp_path: Path):
         make(tmp_path, number, [i / 100 for i in range(100)], seed=number)
         with open(tmp_path / f"20260101-{number:06}-x" / "config.yaml", "a") as file:
             file.writelines(f"option_{i}: {i}\n" for i in range(45))
-    code = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = sys.argv[0].removesuffix('runs.py')\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     code += "except SystemExit: assert 'torch' not in sys.modules; raise"
     before = getrusage(RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code, REPO / "recipes" / "runs.py", tmp_path, "--sort", "best"],

@@ -1,0 +1,208 @@
+"""What recipes/runs.py is made of: reads the runs in a directory, and prints a table that fits the terminal."""
+
+import fcntl
+import glob
+import json
+import math
+import operator
+import re
+import sys
+import textwrap
+from collections.abc import Collection
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from itertools import zip_longest
+from pathlib import Path
+
+import yaml
+from simple_parsing.utils import flatten_join
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from config import ConfigError, TrainConfig, mode_of  # noqa: E402 - it imports no torch
+
+NO_COLUMNS = ("path", "run", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
+RESULTS = ("best", "best_step", "step", "time", "state")
+# Of a table that is too wide, these columns are left out first, then the options, the last first.
+LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step")
+ALWAYS_SHOWN = ("run", "best", "mean", "std", "n", "state")
+LONGEST = 16  # characters of a text in a table that is too wide
+TIMESTAMP = r"^\d{8}-\d{6}-"  # with which the name of a run begins
+ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+# ---- read the runs
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds a lock. A shared one is taken, and given back at once."""
+    try:
+        with open(path) as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return False
+
+
+def read(path: Path, parse, default):
+    """parse(file); the default where there is no such file, as of a young run, and where that fails, which is told."""
+    try:
+        with open(path, newline="", errors="replace") as file:
+            return parse(file)
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        print(f"{path} is damaged: {' '.join(str(error).split())}", file=sys.stderr)
+        return default
+
+
+def read_options(file) -> dict[str, str]:
+    found = dict(yaml.load(file, getattr(yaml, "CBaseLoader", yaml.BaseLoader)))  # all values as text
+    found = flatten_join(found)  # options of a nested dataclass get a dot
+    return {name: ",".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in found.items()}
+
+
+def read_summary(file) -> dict:
+    summary = dict(json.load(file))
+    for name in ("parameters", "best", "best_step", "step", "seconds"):
+        if not isinstance(summary.get(name), int | float | None):
+            raise ValueError(f"{name} is no number")
+    return summary
+
+
+def read_parent(file) -> str:
+    """The run and the step with which recipes/fork.py has begun a run."""
+    parent = json.load(file)
+    return f"{Path(parent['path']).parent.parent.name} step {parent['step']}"
+
+
+def read_mode(options: dict) -> str:
+    """Whether the "max" or the "min" of the monitored value is best; nothing of options that are damaged."""
+    try:
+        return mode_of(TrainConfig(monitor=options["monitor"], monitor_mode=options["monitor_mode"]))
+    except (KeyError, ConfigError):
+        return ""
+
+
+def read_run(path: Path) -> dict:
+    """The options, as texts, and the results of a run, in the order of the columns."""
+    summary = read(path / "summary.json", read_summary, {})
+    state = summary.get("state")
+    if state not in ("finished", "failed"):
+        state = "interrupted"  # a process that was killed could not change "running"
+    if is_locked(path / ".lock"):
+        state = "running"
+    run = {"path": path, "run": path.name, "parent": read(path / "provenance" / "parent.json", read_parent, None)}
+    run |= read(path / "config.yaml", read_options, {})
+    run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
+    return run | {"time": summary.get("seconds"), "state": state}
+
+
+def find_runs(folder: Path) -> list[dict]:
+    """The runs in a directory and below it, the oldest first."""
+    found = glob.glob(f"{glob.escape(str(folder))}/**/config.yaml", recursive=True)  # not in hidden folders
+    paths = [Path(name).parent for name in found]
+    paths = [path for path in paths if (path / "logs").is_dir()]  # wandb has a config.yaml of its own
+    return [read_run(path) for path in sorted(paths, key=lambda path: (path.name, path))]
+
+
+# ---- choose and sort them
+
+
+def number(value):
+    """A text as a float where it is one; anything else as it is."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def differing(runs: list[dict]) -> list[str]:
+    """What is not the same in all runs that have it, but results."""
+    names = dict.fromkeys(name for run in runs for name in run if name not in NO_COLUMNS + RESULTS)
+    return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
+
+
+def chosen(runs: list[dict], text: str) -> list[dict]:
+    """The runs that pass a filter such as `width=64`, `run=*-base`, `state!=failed`, `best>=0.9`; a text without a
+    comparison is a part of their names. Raises ConfigError if there is none."""
+    found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
+    key, comparison, wanted = found.groups() if found else ("run", "=", f"*{text}*")
+    names = dict.fromkeys(name for run in runs for name in run)
+    if key not in names:
+        raise ConfigError(f"{text}: choose from {', '.join(names)}")
+    left = [run for run in runs if passes(run.get(key), comparison, wanted)]
+    if not left:
+        raise ConfigError(f"{text}: no run is left")
+    return left
+
+
+def passes(value, comparison: str, wanted: str) -> bool:
+    """Whether a value passes a filter. For > and the like, texts and missing values do not."""
+    ours = number(value)
+    limit = number(wanted)
+    if comparison in ORDER:
+        return isinstance(ours, float) and isinstance(limit, float) and ORDER[comparison](ours, limit)
+    is_equal = ours == limit or fnmatchcase(str(value), wanted)
+    return is_equal == (comparison == "=")
+
+
+def place(value, mode: str = "") -> tuple:
+    """Where a value stands in an order: numbers, the largest first if the mode is "max", texts, what is missing."""
+    value = number(value)
+    if isinstance(value, float):
+        return 0, -value if mode == "max" else value
+    return 2 if value is None else 1, str(value)
+
+
+# ---- print them
+
+
+def cell(name: str, value) -> str:
+    """A value as text: results with five digits, fractions among the options with four: a search draws seventeen."""
+    if value is None:
+        return "-"
+    if name == "time":
+        return str(timedelta(seconds=int(value)))
+    if isinstance(value, str) and isinstance(number(value), float) and not value.isdecimal():
+        return f"{number(value):.4g}"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def narrow(name: str, texts: list[str]) -> list[str]:
+    """A title broken at its underscores, and long texts without their middle. Names of runs are not cut: they lose the
+    time, if they still differ then."""
+    if name == "run":
+        names = [re.sub(TIMESTAMP, "", text) for text in texts]
+        return [name, *(names if len({*names}) == len({*texts}) else texts)]
+    cut = [text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]}…{text[-LONGEST // 2 :]}" for text in texts]
+    return [name.replace("_", "\n"), *cut]
+
+
+def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Collection[str] = ()) -> None:
+    """Prints the columns under their names. Those that need not be kept are left out until the rest fits; names of runs
+    that do not fit are broken."""
+    cells = {name: [name, *texts] for name, texts in columns.items()}
+
+    def sizes() -> list[int]:
+        return [max(len(line) for text in texts for line in text.split("\n")) for texts in cells.values()]
+
+    def excess() -> float:
+        return sum(sizes()) + 2 * len(cells) - 2 - width
+
+    left_out = []
+    if excess() > 0:
+        cells = {name: narrow(name, texts) for name, texts in columns.items()}
+    for name in dict.fromkeys([*LEFT_OUT_FIRST, *reversed(columns)]):
+        if name in cells and name not in kept and excess() > 0:
+            del cells[name]
+            left_out.append(name)
+    if "run" in cells and excess() > 0:
+        room = max(map(len, cells["run"])) - int(excess())
+        cells["run"] = [textwrap.fill(text, max(room, 10)) for text in cells["run"]]
+    widths = sizes()
+    for row in zip(*cells.values(), strict=True):
+        for line in zip_longest(*(text.split("\n") for text in row), fillvalue=""):
+            print("  ".join(map(str.ljust, line, widths)).rstrip())
+    if left_out:
+        print(textwrap.fill(f"not shown: {', '.join(left_out)}; --wide shows all, --columns some", max(int(width), 20)))
