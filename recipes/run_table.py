@@ -33,7 +33,8 @@ ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.l
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a lock. A shared one is taken, and given back at once."""
+    """Whether another process holds a lock. A shared one is taken, and given back within some ten microseconds: a run
+    that resumes just then would be refused."""
     try:
         with open(path) as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -370,11 +370,13 @@ def test_diff(tmp_path: Path):
         folder = make(tmp_path, number, [0.5 + number / 10], seed=number) / "provenance"
         folder.mkdir()
         head = f"python train.py\n1 x cpu on host\nPython 3.11.9 on Linux\nsame-1.0\nsome_pack-{version}\n"
-        (folder / "20260101-000000.txt").write_text(f"{head}# branch.oid {'a' * 40}\n1 .M N... train.py\n? a-b\n")
+        (folder / "20260101-000000.txt").write_text(
+            f"{head}# branch.oid {'a' * 40}\n1 .M N... train.py\n? mine-{version}\n"
+        )
     lines = [line.split() for line in runs(tmp_path, "--diff 000000 20260101-000001-x").stdout.splitlines()]
     for line in ("value A B", "seed 0 1", "best 0.5 0.6", "package A B", "some_pack 1.0 1.1", "not kept"):
         assert line.split() in lines
-    assert not {"same", "logger_name", "step", "run", "path"} & {line[0] for line in lines if line}
+    assert not {"same", "logger_name", "step", "run", "path", "?"} & {line[0] for line in lines if line}
     text = runs(tmp_path, "--diff 000000 seed=0").stdout
     assert text == "value\nall the same\n\npackage\nall the same\n\ncode\nnot kept\n"
 
@@ -480,7 +482,7 @@ def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
     both = runs(sweep, "--compare width=32 val=7", code=2)
     assert "val=7: choose from " in both.stderr
     error = runs(sweep, "--compare 2026 width=64", code=2).stderr
-    assert error.endswith("20260101-000000-x and 20260101-000003-x have the same seed; --filter one\n")
+    assert error.endswith("20260101-000000-x and 20260101-000003-x have the same seed; narrow it, as by run=*-NAME\n")
     error = runs(sweep, "--filter seed=1 --compare width=32 width=64", code=2).stderr
     assert "needs finished runs of two seeds or more in both groups, and found 1" in error
     make(sweep, 6, [0.5], seed=0, width=128, monitor="val/loss")
