@@ -5,7 +5,8 @@ python tests/recorded.py RECORD MODULES KILL SHIFT --OPTION VALUE ...
 For each call of compute_loss in a step, the file RECORD gets a line: the step, the number of the micro-batch, and
 checksums of the batch and of the further arguments. MODULES, unless it is "-", gets the checksums of the outputs of the
 modules, and of the gradients. The process is killed when it is about to rename a checkpoint to KILL; a kill from
-outside might come after the end of so short a run. SHIFT is added to the seeds of the validations.
+outside might come after the end of so short a run. SHIFT is added to the seeds of the validations. With
+FOLDERS=reversed in the environment, folders list their files in the reverse order, as another file system may.
 """
 
 import os
@@ -34,6 +35,8 @@ seeder = train.seeder
 compute_loss = train.compute_loss
 now: dict[str, Any] = {"step": None, "number": None}  # of the micro-batch; None in a validation
 followed: set[int] = set()
+listdir = os.listdir
+scandir = os.scandir
 
 
 def recorded_seeder(device: str, tag: str, seed: int):
@@ -101,6 +104,29 @@ def record(what: str, value: Any):
             file.write(f"step {now['step']}, micro-batch {now['number']}, {what}: {data.checksum(value)}\n")
 
 
+class Reversed:
+    """What os.scandir gives, in the reverse order."""
+
+    def __init__(self, *arguments: Any):
+        with scandir(*arguments) as entries:
+            self.entries = reversed(list(entries))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error: Any):
+        pass
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.entries)
+
+    def close(self):
+        pass
+
+
 def kill(event: str, arguments: tuple):
     if event == "os.rename" and Path(os.fsdecode(arguments[1])).name == KILL:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -108,6 +134,9 @@ def kill(event: str, arguments: tuple):
 
 if __name__ == "__main__":
     sys.addaudithook(kill)
+    if os.environ.get("FOLDERS") == "reversed":
+        os.listdir = lambda *arguments: listdir(*arguments)[::-1]
+        os.scandir = Reversed
     train.seeder = recorded_seeder
     train.compute_loss = recorded_loss
     run_and_exit(train.main, CONFIG)

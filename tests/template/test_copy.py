@@ -23,7 +23,7 @@ CHANGES = {
     "contrastive": ("VAL_TOLERANCE = 1e-6", "VAL_TOLERANCE = 1e-1"),  # BatchNorm has the first process's statistics
     "on_device": ('WORKERS = "2"', 'WORKERS = "0"'),
     # In a part of the validation set, two processes would have other sequences.
-    "token_batches": ('"limit_val_batches": "2"', '"limit_val_batches": "1.0"'),
+    "token_batches": ('"limit_val_batches": "5"', '"limit_val_batches": "1.0"'),
 }
 (DELETE,) = re.findall(r"^rm -r .+$", (REPO / "README.md").read_text(), re.MULTILINE)
 
@@ -166,7 +166,7 @@ def test_it_says_what_it_has_shown_in_each_precision_and_which_options_are_not_t
         for where in ("", " elsewhere"):
             killed = f"{place}: killed in step 9 of 10, resumed after step 6{where}: "
             assert f"{killed}same inputs, same bits, same history, same files" in done.stdout.splitlines()
-        assert f"{place}: 2 processes: same inputs, losses within " in done.stdout
+        assert f"{place}: 2 processes: same inputs, train/ within " in done.stdout
     assert "SMALL has options that train.py does not have: gone" in done.stdout.splitlines()
 
 
@@ -349,6 +349,41 @@ def test_it_fails_where_a_metric_is_of_the_samples_of_one_process(tmp_path: Path
     program = insert_before(tmp_path, "build_metrics", LARGEST)
     replace(program, "metrics", '{"accuracy": accuracy, "largest": Largest(10)}')
     assert_fails(run_project_tests(program, "two_processes_validate"), "test_two_processes_validate_like_one")
+
+
+def test_it_fails_where_the_samples_of_a_batch_are_not_counted(tmp_path: Path):
+    """So each batch of a validation has the same weight, though some are larger."""
+    program = with_text(tmp_path, "train.py", ("}, len(targets), (logits, targets)", "}, 1, (logits, targets)"))
+    assert_fails(run_project_tests(program, "two_processes_validate"), "test_two_processes_validate_like_one")
+
+
+def test_it_fails_where_each_process_appends_to_a_file(tmp_path: Path):
+    program = insert_after(
+        tmp_path, "step is done", 'with open(run.path / "steps.txt", "a") as file:\n    file.write(f"{step}\\n")'
+    )
+    done = run_project_tests(program, "two_processes_write")
+    assert_fails(done, "test_two_processes_write_the_lines_of_one")
+    assert "steps.txt: 20 lines instead of 10" in done.stdout
+
+
+def test_it_fails_where_the_gradient_is_scaled_by_the_number_of_processes(tmp_path: Path):
+    """Though Adam hides it from the losses."""
+    program = with_text(tmp_path, "train.py", ("fabric.backward(loss)", "fabric.backward(loss * fabric.world_size)"))
+    done = run_project_tests(program, "two_processes_train")
+    assert_fails(done, "test_two_processes_train_like_one")
+    assert "train/grad_norm of two processes differs by up to 1, " in done.stdout
+
+
+@pytest.mark.parametrize("names", ["os.listdir(folder)", "[entry.name for entry in os.scandir(folder)]"])
+def test_it_fails_where_class_numbers_come_from_an_unsorted_folder(names: str, tmp_path: Path):
+    """Whose order differs between two file systems."""
+    folder = tmp_path / "classes"
+    for number in range(10):
+        (folder / str(number)).mkdir(parents=True)
+    program = insert_before(tmp_path / "program", "target tensor line", f"folder = {str(folder)!r}\nnames = {names}")
+    with_text(program, "data.py", ("torch.tensor(targets,", "torch.tensor([int(names[i]) for i in targets],"))
+    done = run_project_tests(program, "same_inputs and elsewhere")
+    assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_inputs")
 
 
 def test_it_fails_where_processes_disagree_on_the_order_of_the_samples(tmp_path: Path):
