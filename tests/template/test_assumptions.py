@@ -830,15 +830,14 @@ def test_the_number_of_shards_is_an_attribute_of_fabrics_strategy():
 
 
 @pytest.mark.recipes
-def test_optuna_gives_a_trial_by_its_number_in_the_storage():
-    """recipes/sweep.py goes on with a trial that another process, which has ended, has begun."""
+def test_optuna_asks_first_for_a_point_that_waits_and_draws_the_rest_of_it():
+    """recipes/sweep.py puts each point into the queue, with its number, and then asks for it."""
     optuna = pytest.importorskip("optuna")
     study = optuna.create_study()
-    study.ask().suggest_float("x", 0, 1)
-    (frozen,) = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
-    trial = optuna.trial.Trial(study, frozen._trial_id)
-    trial.set_user_attr("is_left", True)
-    assert trial.params == frozen.params and study.get_trials()[0].user_attrs == {"is_left": True}
+    study.enqueue_trial({"x": 0.5}, user_attrs={"number": 7})
+    drawn = optuna.distributions.FloatDistribution(0, 1)
+    trial = study.ask({"x": drawn, "y": drawn})
+    assert trial.user_attrs == {"number": 7} and trial.params["x"] == 0.5 and 0 <= trial.params["y"] <= 1
 
 
 # ---- what only a GPU can show

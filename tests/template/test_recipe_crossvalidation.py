@@ -154,9 +154,9 @@ def swept(program: Path, tmp_path_factory) -> tuple[Path, str]:
 def test_a_sweep_takes_the_mean_over_the_folds(swept: tuple[Path, str]):
     cwd, printed = swept
     found = bests(cwd)
-    assert {*found} == {f"cv-width={width}-fold={fold}" for width in (4, 5) for fold in (0, 1, 2)}
-    for width in (4, 5):
-        value = mean(found[f"cv-width={width}-fold={fold}"] for fold in (0, 1, 2))
+    assert {*found} == {f"cv-{n}-width={width}-fold={fold}" for n, width in enumerate((4, 5)) for fold in (0, 1, 2)}
+    for number, width in enumerate((4, 5)):
+        value = mean(found[f"cv-{number}-width={width}-fold={fold}"] for fold in (0, 1, 2))
         assert f": {value:.5g} with {{'width': {width}}}; best " in printed
     assert "of 2 trials" in printed
     assert len(re.findall(r"^next: python test.py --out_dir \S+-fold=\d$", printed, re.MULTILINE)) == 3
@@ -168,7 +168,8 @@ def test_runs_has_mean_and_deviation_over_the_folds(swept: tuple[Path, str], pro
     rows = [*csv.DictReader(io.StringIO(printed))]
     assert sorted(row["width"] for row in rows) == ["4", "5"]  # the first to start stands first
     for row in rows:
-        values = [bests(cwd)[f"cv-width={row['width']}-fold={fold}"] for fold in (0, 1, 2)]
+        number = int(row["width"]) - 4
+        values = [bests(cwd)[f"cv-{number}-width={row['width']}-fold={fold}"] for fold in (0, 1, 2)]
         assert float(row["mean"]) == pytest.approx(mean(values))
         assert float(row["std"]) == pytest.approx(stdev(values))
         assert (row["n"], row["state"]) == ("3", "3 finished")
@@ -179,5 +180,5 @@ def test_folds_alone_are_a_sweep(program: Path, tmp_path: Path):
     pytest.importorskip("optuna")
     (tmp_path / "cv.yaml").write_text("folds: 2\nfold: [0, 1]\n")
     printed = run(f"{program}/recipes/sweep.py cv.yaml -- {SMALL} --epochs 1 --logger_name csv", tmp_path).stdout
-    assert {*bests(tmp_path)} == {"cv-fold=0", "cv-fold=1"}
+    assert {*bests(tmp_path)} == {"cv-0-fold=0", "cv-0-fold=1"}
     assert f"best val/accuracy {mean(bests(tmp_path).values()):.5g} of 1 trials" in printed

@@ -7,13 +7,11 @@ import resource
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PREEMPTED, REPO, call, clean_environment, is_running, kill_group, run, start, wait_for
+from conftest import PREEMPTED, REPO, call, is_running, kill_group, run, start, wait_for
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.recipes
@@ -28,6 +26,11 @@ LONG = "width: [4, 5, 6]\nepochs: 3000\n"  # never ends by itself
 def trials(cwd: Path, name: str = "grid") -> list:
     backend = optuna.storages.journal.JournalFileBackend(f"{cwd}/{name}.sweep/journal")
     return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend)).get_trials()
+
+
+def values(cwd: Path) -> dict[str, float]:
+    """The value of each point. One that was begun again has trials without a value, too."""
+    return {str(trial.params): trial.value for trial in trials(cwd) if trial.value is not None}
 
 
 def finished(cwd: Path) -> dict[Path, dict]:
@@ -84,9 +87,10 @@ def alone(tmp_path_factory) -> Path:
 
 def test_a_grid_trains_each_point_with_each_seed_and_takes_the_mean(alone):
     found = bests(alone)
-    assert {*found} == {f"grid-width={width}-seed={seed}" for width in (4, 5) for seed in (1, 2)}
+    assert {*found} == {f"grid-{n}-width={width}-seed={seed}" for n, width in enumerate((4, 5)) for seed in (1, 2)}
     for trial in trials(alone):
-        values = [found[f"grid-width={trial.params['width']}-seed={seed}"] for seed in (1, 2)]
+        number, width = trial.user_attrs["number"], trial.params["width"]
+        values = [found[f"grid-{number}-width={width}-seed={seed}"] for seed in (1, 2)]
         assert trial.value == pytest.approx(sum(values) / 2)
 
 
@@ -94,18 +98,17 @@ def test_the_last_lines_name_the_runs_of_the_best_trial_and_evaluate_them(alone)
     *_, best, first, second = (alone / "printed").read_text().splitlines()
     found = max(trials(alone), key=lambda trial: trial.value)
     width = found.params["width"]
-    assert best == f"best val/accuracy {found.value:.5g} of 2 trials: trial {found.number}, {{'width': {width}}}"
+    assert best == f"best val/accuracy {found.value:.5g} of 2 trials: {{'width': {width}}}"
     for line, seed in ((first, 1), (second, 2)):
-        command = re.fullmatch(rf"next: python (test.py --out_dir \d+-\d+-grid-width={width}-seed={seed})", line)[1]
+        command = re.fullmatch(rf"next: python (test.py --out_dir \d+-\d+-grid-\d-width={width}-seed={seed})", line)[1]
         assert "best.ckpt on 380 test samples" in call(f"{command} --accelerator cpu", alone).stdout
 
 
-def test_journal_locks_and_outputs_are_in_one_folder(alone):
-    assert {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-width", path.name)} == {
+def test_the_journal_and_the_outputs_are_in_one_folder(alone):
+    assert {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-\d-width", path.name)} == {
         "grid.yaml", "printed", "grid.sweep"
     }  # fmt: skip
-    assert {path.name for path in (alone / "grid.sweep").iterdir()} == {"journal", "locks", "logs"}
-    assert {path.stem for path in (alone / "grid.sweep" / "logs").iterdir()} == {*bests(alone)}
+    assert {path.name for path in (alone / "grid.sweep").iterdir()} == {"journal", "0.log", "1.log"}
 
 
 def test_a_sweep_that_is_done_trains_nothing(alone):
@@ -121,7 +124,7 @@ def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_
     process = start(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path)
     wait_for(lambda: process.poll() is not None or list(tmp_path.glob("*/checkpoints/step-*")))
     if stop == "SIGKILL":
-        kill_group(process)  # its run goes on, and nobody waits for it
+        kill_group(process)  # its run is no longer in its group: it saves
         process.communicate()
     else:
         process.send_signal(signal.SIGINT)
@@ -131,65 +134,49 @@ def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_
         out, err = process.communicate()
         assert process.returncode == 0, out + err
     assert bests(tmp_path) == bests(alone)
-    values, expected = ({str(trial.params): trial.value for trial in trials(cwd)} for cwd in (tmp_path, alone))
-    assert values == expected
+    assert values(tmp_path) == values(alone)
 
 
-def killed(cwd: Path, **env: str) -> set[int]:
-    """Kills a sweep of two jobs, and returns the processes of its runs, which go on."""
+def test_runs_end_with_a_sweep_that_is_killed_and_save(cwd):
     (cwd / "grid.yaml").write_text(LONG)
-    process = start(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", cwd, **env)
+    process = start(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", cwd)
+    begun(cwd, 2)
+    assert len(processes(cwd)) == 2
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes(cwd))
+    assert [json.loads(path.read_text())["state"] for path in cwd.glob("*/summary.json")] == ["interrupted"] * 2
+
+
+def test_a_run_that_has_not_ended_with_its_sweep_is_waited_for(cwd):
+    """It is held up: the next sweep trains another point, and begins the run again only once it has ended."""
+    (cwd / "grid.yaml").write_text("width: [4, 5]\nepochs: 60\n")
+    process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
+    begun(cwd, 1)
+    (held,) = processes(cwd)
+    os.kill(held, signal.SIGSTOP)
+    kill_group(process)
+    process.communicate()
+    process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
+    assert process.stdout.readline().startswith("trial 1: ")
+    assert processes(cwd) == {held}
+    os.kill(held, signal.SIGCONT)
+    out, err = process.communicate()
+    assert process.returncode == 0 and out.startswith("trial 0: "), out + err
+    assert {*bests(cwd)} == {"grid-0-width=4", "grid-1-width=5"}
+
+
+def test_the_same_command_goes_on_with_points_that_were_drawn(cwd):
+    (cwd / "grid.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2}\ndropout: {low: 0, high: 0.5}\n")
+    command = f"{SWEEP} grid.yaml --trials 3 --jobs 2 {OPTIONS} --epochs 40 --width 4"
+    process = start(command, cwd)
     begun(cwd, 2)
     kill_group(process)
     process.communicate()
-    survivors = processes(cwd)
-    assert len(survivors) == 2
-    return survivors
-
-
-def started_again(cwd: Path, options: str = "", **env: str) -> subprocess.Popen:
-    """Starts the command again; it prints into a file."""
-    command = [sys.executable, REPO / SWEEP, "grid.yaml", *f"{options} {OPTIONS}".split()]
-    with open(cwd / "printed", "w") as printed:
-        return subprocess.Popen(command, cwd=cwd, env=clean_environment() | env, stdout=printed, stderr=printed)
-
-
-def waited_for(cwd: Path) -> list[int]:
-    """The processes that the sweep says to have waited for, or to wait for."""
-    lines = re.findall(r"trial \d: waiting for .* process (\d+)\n", (cwd / "printed").read_text())
-    return [int(pid) for pid in lines]
-
-
-def test_runs_that_outlive_a_killed_sweep_are_waited_for_before_others_are_started(cwd):
-    """Two runs go on. The next sweep has one job: it waits for one, then for the other, and can stop that."""
-    survivors = killed(cwd)
-    process = started_again(cwd)
-    wait_for(lambda: waited_for(cwd) or processes(cwd) - survivors)
-    os.kill(waited_for(cwd)[0], signal.SIGTERM)
-    wait_for(lambda: len(waited_for(cwd)) == 2 or processes(cwd) - survivors)
-    assert {*waited_for(cwd)} == survivors
-    assert processes(cwd) == {waited_for(cwd)[1]}
-    process.send_signal(signal.SIGINT)
-    wait_for(lambda: process.poll() is not None)
-    assert process.returncode == PREEMPTED, (cwd / "printed").read_text()
-    assert not processes(cwd)
-    states = [json.loads(path.read_text())["state"] for path in cwd.glob("*/summary.json")]
-    assert states == ["interrupted", "interrupted"]
-
-
-def test_a_device_gets_no_second_run(cwd):
-    """Of two survivors one ends: the next run is on its device."""
-
-    def device(pid: int) -> str:
-        return re.search(r"\0CUDA_VISIBLE_DEVICES=(\d)\0", f"\0{Path(f'/proc/{pid}/environ').read_text()}")[1]
-
-    survivors = {device(pid): pid for pid in killed(cwd, CUDA_VISIBLE_DEVICES="0,1")}
-    started_again(cwd, "--jobs 2", CUDA_VISIBLE_DEVICES="1,0")
-    wait_for(lambda: len(waited_for(cwd)) == 2)
-    os.kill(survivors["1"], signal.SIGTERM)
-    (following,) = wait_for(lambda: processes(cwd) - {*survivors.values()})
-    assert device(following) == "1"
-    assert survivors["0"] in processes(cwd)
+    first = {trial.user_attrs["number"]: trial.params for trial in trials(cwd)}
+    run(command, cwd)
+    again = {trial.user_attrs["number"]: trial.params for trial in trials(cwd) if trial.state.name == "COMPLETE"}
+    assert {number: again[number] for number in first} == first and len(again) == len(bests(cwd)) == 3
 
 
 NVIDIA_SMI = """#!/bin/bash
@@ -221,20 +208,20 @@ def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeyp
     assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
 
 
-@pytest.mark.parametrize("number, said", [(signal.SIGTERM, "was stopped"), (signal.SIGKILL, "was ended by SIGKILL")])
-def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(number, said, cwd):
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, "75"), (signal.SIGKILL, "-9")])
+def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(number, code, cwd):
     (cwd / "grid.yaml").write_text("width: [4]\n")
-    command = f"{SWEEP} grid.yaml {OPTIONS} --epochs 300"
+    command = f"{SWEEP} grid.yaml {OPTIONS} --epochs 60"
     process = start(command, cwd)
     (run_dir,) = begun(cwd, 1)
     (pid,) = processes(cwd)
     os.kill(pid, number)
     out, err = process.communicate()
     assert process.returncode == 1, out + err
-    assert f"trial 0: grid-width=4 {said}, see grid.sweep/logs/grid-width=4.log: " in out
+    assert f"trial 0: grid-0-width=4 ended with code {code}, see grid.sweep/0.log: " in out
     assert out.endswith("1 of 1 trials have no result yet: the same command goes on with them\n")
     out = run(command, cwd).stdout
-    assert {*bests(cwd)} == {"grid-width=4"}  # in one directory
+    assert {*bests(cwd)} == {"grid-0-width=4"}  # in one directory
     assert "resumed from" in (run_dir / "train.log").read_text()
     assert f"next: python test.py --out_dir {run_dir.name}\n" in out
 
@@ -248,7 +235,7 @@ def test_the_same_command_goes_on_with_a_run_whose_disk_was_full(tmp_path):
     out, err = limited.communicate()
     assert limited.returncode == 1 and out.count("File too large") == 2, out + err
     run(command, tmp_path)
-    assert {*bests(tmp_path)} == {"grid-width=64", "grid-width=65"}
+    assert {*bests(tmp_path)} == {"grid-0-width=64", "grid-1-width=65"}
 
 
 def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
@@ -256,38 +243,16 @@ def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
     journal = tmp_path / "copy" / "grid.sweep" / "journal"
     os.truncate(journal, journal.stat().st_size - 3)  # the last trial has no value any more
     run(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path / "copy")
-    assert {str(t.params): t.value for t in trials(tmp_path / "copy")} == {
-        str(t.params): t.value for t in trials(alone)
-    }
+    assert values(tmp_path / "copy") == values(alone)
     assert bests(tmp_path / "copy") == bests(alone)
-
-
-def test_other_options_are_averaged_too(tmp_path):
-    """The point is trained with all combinations of their values."""
-    (tmp_path / "folds.yaml").write_text("dropout: [0.1, 0.2]\nseed: [1, 2]\n")
-    run(f"{SWEEP} folds.yaml --average seed dropout {OPTIONS} --epochs 1 --width 4", tmp_path)
-    (trial,) = trials(tmp_path, "folds")
-    found = bests(tmp_path)
-    assert {*found} == {f"folds-seed={seed}-dropout={dropout}" for dropout in (0.1, 0.2) for seed in (1, 2)}
-    assert trial.value == pytest.approx(sum(found.values()) / 4)
-
-
-def test_null_is_the_default_and_a_list_in_a_list_is_a_value(tmp_path):
-    """As in a config file."""
-    (tmp_path / "s.yaml").write_text("max_grad_norm: [null, 0.5]\nlogger_name: [[csv, tensorboard]]\nseed: null\n")
-    run(f"{SWEEP} s.yaml {OPTIONS.replace('--logger_name csv', '')} --epochs 1 --width 4", tmp_path)
-    assert [trial.params["max_grad_norm"] for trial in trials(tmp_path, "s")] == [0, 0.5]
-    configs = [yaml.safe_load(path.read_text()) for path in sorted(tmp_path.glob("*/config.yaml"))]
-    assert [config["max_grad_norm"] for config in configs] == [0, 0.5]
-    assert [(config["seed"], config["logger_name"]) for config in configs] == [(42, ["csv", "tensorboard"])] * 2
 
 
 def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     """The last one learns nothing."""
-    (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 1.0e-9]\nepochs: 100\nwidth: 4\n")
-    run(f"{SWEEP} p.yaml --prune {OPTIONS}", tmp_path)
+    (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 0.014, 1.0e-9]\nwidth: 4\n")
+    run(f"{SWEEP} p.yaml --prune {OPTIONS} --epochs 40 --checkpoint_frequency 0", tmp_path)
     *others, last = trials(tmp_path, "p")
-    assert [trial.state.name for trial in others] == ["COMPLETE"] * 4 and last.state.name == "PRUNED"
+    assert [trial.state.name for trial in others] == ["COMPLETE"] * 5 and last.state.name == "PRUNED"
     (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
     assert "base_lr=1e-09" in stopped.name and [*stopped.glob("checkpoints/step-*")]
 
@@ -300,37 +265,49 @@ def test_points_of_ranges_are_drawn(tmp_path):
     assert len(bests(tmp_path)) == 2
 
 
-def test_config_files_are_run_one_by_one_and_a_failure_does_not_stop_the_others(tmp_path):
-    (tmp_path / "a.yaml").write_text("epochs: 1\nwidth: 4\n")
+def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_path):
     (tmp_path / "b.yaml").write_text("epochs: 1\neffective_batch_size: 5000\n")
     (tmp_path / "c.yaml").write_text("epochs: 1\nwidth: 5\n")
-    done = run(f"{SWEEP} a.yaml b.yaml c.yaml {OPTIONS}", tmp_path, code=1)
-    assert {*bests(tmp_path)} == {"sweep-config_path=a", "sweep-config_path=c"}
-    assert "failed with code 2" in done.stdout
-    assert "--effective_batch_size 5000" in (tmp_path / "sweep.sweep" / "logs" / "sweep-config_path=b.log").read_text()
+    (tmp_path / "s.yaml").write_text("config_path: [b.yaml, c.yaml]\n")
+    done = run(f"{SWEEP} s.yaml {OPTIONS}", tmp_path, code=1)
+    assert {*bests(tmp_path)} == {"s-1-config_path=c.yaml"}
+    assert "s-0-config_path=b.yaml ended with code 2, see s.sweep/0.log: " in done.stdout
+    assert "--effective_batch_size 5000" in (tmp_path / "s.sweep" / "0.log").read_text()
 
 
 def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
-    configs = REPO / "examples" / "configs"
-    (tmp_path / "shared.yaml").write_text((configs / "shared.yaml").read_text() + "monitor: val/loss\n")
-    files = " ".join(map(str, sorted({*configs.glob("*.yaml")} - {configs / "shared.yaml"})))
-    done = run(f"{SWEEP} {files} --shared shared.yaml --study e {OPTIONS} --epochs 1 --warmup_epochs 0", tmp_path)
-    assert {*bests(tmp_path)} == {f"e-config_path={name}" for name in ("large_batch", "regularized", "wide")}
+    shutil.copytree(REPO / "examples" / "configs", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
+    more = "--epochs 1 --warmup_epochs 0 --monitor val/loss"
+    done = run(f"{SWEEP} e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
+    names = ("large_batch", "regularized", "wide")
+    assert {*bests(tmp_path)} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
     assert "best val/loss" in done.stdout
     for path in tmp_path.glob("*/config.yaml"):
         options = yaml.safe_load(path.read_text())
-        assert options["seed"] == 1 and path.parent.name.endswith(f"path={options['comment'].replace(' ', '_')}")
+        assert options["seed"] == 1 and path.parent.name.endswith(f"={options['comment'].replace(' ', '_')}.yaml")
 
 
 def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial(tmp_path):
-    """One that a run alone can see. The command without it begins anew."""
+    """One that a run alone can see."""
     (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
     wrong = "--monitor val/f1 --monitor_mode max"
     done = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
-    assert done.stdout.count("failed with code 2") == 1
+    assert done.stdout.count("ended with code 2") == 1
     assert re.fullmatch("sweep.py: error: all runs would end so: train.py: error: --monitor val/f1.*\n", done.stderr)
-    run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 1", tmp_path)
-    assert [trial.state.name for trial in trials(tmp_path)] == ["COMPLETE"] * 2
+
+
+def test_another_search_of_the_same_name_is_refused(alone):
+    """Its runs would have the same names."""
+    error = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 3", alone, code=2).stderr
+    assert re.fullmatch("sweep.py: error: grid.sweep is of other options: .*\n", error)
+
+
+def test_root_dir_is_that_of_the_study_too(tmp_path):
+    (tmp_path / "s.yaml").write_text("width: [4]\n")
+    printed = run(f"{SWEEP} s.yaml {OPTIONS} --epochs 1 --root_dir there", tmp_path).stdout
+    assert (tmp_path / "there" / "s.sweep" / "journal").exists()
+    assert re.search(r"next: python test.py --out_dir there/\d+-\d+-s-0-width=4\n", printed)
 
 
 @pytest.mark.parametrize(
@@ -338,14 +315,8 @@ def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial
     [
         ("grid.yaml -- --epohcs 3", "unknown option --epohcs; did you mean --epochs?"),
         ("grid.yaml -- --epochs many", "many"),
+        ("wrong.yaml", "unknown option --epohcs"),
         ("grid.yaml -- --epochs -1", "--epochs -1.0: must be above 0"),
-        ("grid.yaml -- --width 5", "--width: is searched, and given behind `--`"),
-        ("grid.yaml -- --out_dir x", "--out_dir: cannot be given"),
-        ("grid.yaml --shared wrong.yaml", "wrong.yaml: unknown option --epohcs"),
-        ("right.yaml wrong.yaml", "wrong.yaml: unknown option --epohcs"),
-        ("right.yaml ./right.yaml", "two config files have the same name"),
-        ("grid.yaml --prune", "--prune: cannot stop any of 2 trials"),
-        ("ranges.yaml --prune --trials 4", "--prune: cannot stop any of 4 trials"),
         ("ranges.yaml --prune -- --logger_name tensorboard", "--prune: cannot see the values without metrics.csv"),
         ("grid.yaml -- --monitor val/f1", "--monitor val/f1: its name does not tell if higher is better"),
         ("grid.yaml -- --warmup_epochs 30", "--warmup_epochs 30: must be at most --epochs 20"),
@@ -355,7 +326,6 @@ def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial
 def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, message: str, tmp_path: Path):
     (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
     (tmp_path / "ranges.yaml").write_text("width: {low: 4, high: 5}\n")
-    (tmp_path / "right.yaml").write_text("epochs: 3\n")
     (tmp_path / "wrong.yaml").write_text("epohcs: 3\n")
     before = sorted(os.listdir(tmp_path))
     done = run(f"{SWEEP} {options}", tmp_path, code=2)
@@ -373,21 +343,21 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("dropout: {low: 0, high: 0.5, log: true}", "dropout: "),
         ("monitor: [val/loss, val/accuracy]", "must be the same in all runs"),
         ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
-        ("width: []", "width: the list is empty"),
-        ("width: {low: 4}", "width: a range is {low: 1, high: 2}"),
+        ("width: []", "width: "),
+        ("width: {low: 4}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
+        ("width: {high: 4}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
+        ("width: {low: 4, hihg: 8}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
+        ("wdth: {low: 4, high: 8}", "unknown option --wdth; did you mean --width?"),
+        ("config_path: [nowhere.yaml]", "--config_path nowhere.yaml: [Errno 2] No such file or directory"),
         ("width: {low: 8, high: 4}", "width: "),
         ("width: {low: 4.5, high: 8}", "--width: invalid int value: '4.5'"),
         ("comment: {low: a, high: b}", "comment: "),
         ("max_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
-        ("width: [4, 5]\nmax_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
         ("epochs: [1, 30]\nwarmup_epochs: 2", "--warmup_epochs 2: must be at most --epochs 1"),
         ("epochs: {low: 0.5, high: 2.0}", "--warmup_epochs 1: must be at most --epochs 0.5"),
         ("monitor: val/loss\nmonitor_mode: max\nwidth: [4, 5]", "--monitor_mode max: the best val/loss is its min"),
-        ("seed: {low: 1, high: 4}", "seed: give a list"),
         ("width 4", "expected lines of `option: value`"),
         ("width: [4, 5]\nmonitor: val/quality", "give --monitor_mode"),
-        ("comment: [a b, a_b]", "two points have the same run, s-comment=a_b"),
-        ("width: [8, 8]", "two points have the same run, s-width=8"),
     ],
 )
 def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
