@@ -259,6 +259,8 @@ def main() -> int:
     args = parser.parse_args(sys.argv[1:end])
     args.options = sys.argv[end + 1 :]
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if args.jobs < 1:
+        cli.end(MISTAKE, f"--jobs {args.jobs}: must be 1 or more")
 
     def stop(number: int, frame):
         signal.signal(number, signal.SIG_DFL)  # the second time at once

@@ -365,3 +365,9 @@ def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
     error = run(f"{SWEEP} s.yaml", tmp_path, code=2).stderr
     assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", error)
     assert os.listdir(tmp_path) == ["s.yaml"]
+
+
+def test_a_number_of_jobs_that_cannot_be_is_one_line(tmp_path: Path):
+    (tmp_path / "s.yaml").write_text("width: [4, 5]")
+    error = run(f"{SWEEP} s.yaml --jobs 0", tmp_path, code=2).stderr
+    assert error == "sweep.py: error: --jobs 0: must be 1 or more\n"
