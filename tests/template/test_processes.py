@@ -112,7 +112,7 @@ def test_restarts_without_the_variable_are_refused_in_one_line(tmp_path):
 
 
 def test_the_documented_commands_with_restarts_set_the_variable():
-    files = [path for path in (*REPO.glob("*.md"), *REPO.glob("recipes/**/*")) if path.is_file()]
+    files = [path for path in (*REPO.glob("*.md"), *REPO.glob("recipes/**/*.[mps]*")) if path.suffix != ".pyc"]
     pages = [path.read_text().replace("\\\n", "") for path in files]
     commands = [
         line for page in pages for line in page.splitlines() if re.search("torchrun .*--max-restarts .*train", line)

@@ -10,7 +10,7 @@ from conftest import REPO, call
 from edits import copy_programs, replace
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
-*_, CLONE, MERGE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+*_, CLONE, MERGE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def edit_optimizer(folder: Path) -> Path:
@@ -83,6 +83,25 @@ def test_a_conflict_is_marked_and_can_be_taken_back(template: Path, tmp_path: Pa
     shell("git merge --abort", project)
     assert shell("git rev-parse HEAD; git status --short", project).strip() == before
     assert "label_smoothing=0.2" in (project / "train.py").read_text()
+
+
+def test_what_was_deleted_stays_away_and_a_readme_of_ones_own_is_kept(template: Path, tmp_path: Path):
+    (template / "tests" / "template").mkdir(parents=True)
+    for name in ("README.md", "CHANGELOG.md", "tests/template/test_loop.py"):
+        (template / name).write_text("first\n")
+    commit(template, "pages and tests")
+    shell(CLONE.replace("URL", str(template)), tmp_path)
+    project = tmp_path / "project"
+    shell("rm -r tests/template CHANGELOG.md; echo mine > README.md", project)
+    commit(project, "my project")
+    for name in ("README.md", "CHANGELOG.md", "tests/template/test_loop.py", "tests/template/test_new.py"):
+        (template / name).write_text("second\n")
+    commit(edit_loss(template), "another loss")
+    assert "CONFLICT" in shell(MERGE, project, code=1)
+    shell(DELETE, project)
+    assert shell("git status --short; git ls-files tests CHANGELOG.md", project) == ""
+    assert (project / "README.md").read_text() == "mine\n"
+    assert "label_smoothing=0.1" in (project / "train.py").read_text()
 
 
 def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Path, tmp_path: Path):
