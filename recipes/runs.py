@@ -312,7 +312,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-        sys.exit()
+        sys.stdout.flush()  # at the exit, nothing would catch the error
     except ConfigError as error:
         print(f"runs.py: error: {error}", file=sys.stderr)
         sys.exit(2)
