@@ -313,6 +313,7 @@ if __name__ == "__main__":
     try:
         main()
         sys.stdout.flush()  # at the exit, nothing would catch the error
+        sys.exit()
     except ConfigError as error:
         print(f"runs.py: error: {error}", file=sys.stderr)
         sys.exit(2)
