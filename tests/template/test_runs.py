@@ -265,6 +265,15 @@ def test_a_reader_that_has_seen_enough(many: Path):
     assert process.wait() == 0
 
 
+def test_a_reader_that_has_gone_before_the_last_line(tmp_path: Path):
+    """A short table is written at the end."""
+    make(tmp_path, 0, [0.5])
+    process = start(f"recipes/runs.py {tmp_path}", tmp_path)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+
+
 # ---- curves
 
 
