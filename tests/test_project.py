@@ -154,9 +154,9 @@ def column(history: dict[str, str], name: str) -> list[float]:
     return [float(value) for key, value in history.items() if key.endswith(f", {name}") and value]
 
 
-def bits(path: Path) -> dict[str, str]:
-    """Every value in model.pt or a checkpoint by name; of a tensor, the checksum of its bytes. What a checkpoint has
-    about itself, such as the seconds of the run, is left out."""
+def bits(path: Path, name: str) -> dict[str, str]:
+    """Every value in model.pt or a checkpoint, after the name of the file; of a tensor, the checksum of its bytes. What
+    a checkpoint has about itself, such as the seconds of the run, is left out."""
 
     def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, torch.Tensor):
@@ -173,14 +173,14 @@ def bits(path: Path) -> dict[str, str]:
 
     saved = torch.load(path, "cpu", weights_only=True)
     saved.pop("checkpoint", None)
-    return dict(leaves(saved, path.name))
+    return dict(leaves(saved, name))
 
 
 def all_bits(folder: Path) -> dict[str, str]:
     """Those of the weights and the checkpoints of a run."""
     found = {}
     for path in (folder / "model.pt", *sorted(folder.glob("checkpoints/*.ckpt"))):
-        found |= bits(path)
+        found |= bits(path, path.name)
     return found
 
 
@@ -197,7 +197,7 @@ def contents(folder: Path) -> dict[str, str]:
         if path.is_dir() or about_process:
             continue
         if path.suffix in (".pt", ".ckpt"):
-            found |= bits(path)
+            found |= bits(path, name)  # two folders may have files of one name
         elif path.name == "metrics.csv":
             found |= {f"{name}: {key}": value for key, value in history(folder).items()}
         elif path.name == "summary.json":
@@ -287,10 +287,10 @@ def first_module_that_differs(options: str) -> str:
 
     def first(found: Path, expected: Path) -> str:
         """The first line of one file that the other does not have, as far as that goes; "" if there is none."""
-        others = expected.read_text().splitlines()
-        steps = {line.partition(",")[0] for line in others}
+        known = set(expected.read_text().splitlines())
+        steps = {line.partition(",")[0] for line in known}
         lines = [line for line in found.read_text().splitlines() if line.partition(",")[0] in steps]
-        return next((line for line in lines if line not in set(others)), "").rpartition(": ")[0]  # without the checksum
+        return next((line for line in lines if line not in known), "").rpartition(": ")[0]  # without the checksum
 
     one = Run.train(cwd / "one", options, KILL, has_modules=True)
     other = Run.train(cwd / "other", options, KILL, has_modules=True)

@@ -317,11 +317,19 @@ def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Pat
     )
 
 
-def test_it_fails_where_a_file_of_ones_own_begins_anew(tmp_path: Path):
+@pytest.mark.parametrize(
+    "write",
+    [
+        '(run.path / "losses.txt").write_text(f"{losses}")',
+        # With the name and an entry of another file.
+        '(run.path / "early").mkdir(exist_ok=True)\n'
+        'torch.save({"layers.0.bias": torch.tensor(losses)}, run.path / "early" / "model.pt")',
+    ],
+    ids=["text", "weights"],
+)
+def test_it_fails_where_a_file_of_ones_own_begins_anew(write: str, tmp_path: Path):
     program = insert_before(tmp_path, "loop begins", "losses = []")
-    insert_after(
-        program, "step is done", 'losses.append(loss.item())\n(run.path / "losses.txt").write_text(f"{losses}")'
-    )
+    insert_after(program, "step is done", f"losses.append(loss.item())\n{write}")
     assert_fails(run_project_tests(program, "same_files"), "test_a_run_that_was_killed_and_resumed_has_the_same_files")
 
 
