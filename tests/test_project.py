@@ -172,7 +172,8 @@ def bits(path: Path, name: str) -> dict[str, str]:
             yield name, repr(value)
 
     saved = torch.load(path, "cpu", weights_only=True)
-    saved.pop("checkpoint", None)
+    if isinstance(saved, dict):  # a file of your own may have something else
+        saved.pop("checkpoint", None)
     return dict(leaves(saved, name))
 
 

@@ -177,6 +177,12 @@ def test_it_says_that_a_random_validation_is_not_compared(tmp_path: Path):
     assert "cpu 32-true: random validation, not compared: val/accuracy" in done.stdout.splitlines()
 
 
+def test_it_passes_with_a_list_in_a_file_of_ones_own(tmp_path: Path):
+    program = insert_after(tmp_path, "step is done", 'torch.save([step], run.path / f"{step}.pt")')
+    done = run_project_tests(program, "same_files")
+    assert done.returncode == 0, done.stdout
+
+
 # ---- it fails
 
 
