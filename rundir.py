@@ -47,11 +47,13 @@ def code_folder(run_dir: Path, sources: dict) -> Path:
 
 def write_provenance(run_dir: Path, fabric: Fabric):
     """Writes the command line, devices, host, packages, git commit and source files of this process."""
-    packages = sorted(info.stem for folder in sys.path for info in Path(folder).glob("*.dist-info"))
+    folder = code_folder(run_dir, SOURCES)
+    packages = sorted(info.stem for path in sys.path for info in Path(path).glob("*.dist-info"))
     lines = [
         shlex.join([sys.executable, *sys.argv]),
         f"{fabric.world_size} x {fabric.device.type} on {os.uname().nodename}",
         f"Python {platform.python_version()} on {platform.platform()}",
+        f"source files in {folder.name}",
         *packages,
     ]
     with open(run_dir / "provenance" / time.strftime(f"{TIMESTAMP}.txt"), "a", opener=regular_file) as file:
@@ -59,7 +61,6 @@ def write_provenance(run_dir: Path, fabric: Fabric):
         file.flush()
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(GIT_STATUS, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL, timeout=10)
-    folder = code_folder(run_dir, SOURCES)
     if folder.exists():  # of an earlier start with the same files
         return
     temporary = folder.with_suffix(".tmp")

@@ -141,8 +141,9 @@ def provenance(run: dict) -> tuple[dict[str, str], dict[str, list[str]]]:
     packages = {"Python": " ".join(lines[2:3]).removeprefix("Python ")}
     packages |= dict(line.rsplit("-", 1) for line in lines[3:] if re.fullmatch(r"\S+-\S+", line))
     code = {}
-    versions = sorted(folder.glob("code-" + "[0-9a-f]" * 8), key=lambda version: version.stat().st_mtime)
-    for version in versions[-1:]:
+    kept = " ".join(lines[3:4])
+    if kept.startswith("source files in "):
+        version = folder / kept.removeprefix("source files in ")
         for file in version.rglob("*.py"):
             code[str(file.relative_to(version))] = file.read_text(errors="replace").splitlines()
     return packages, code

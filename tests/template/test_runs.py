@@ -378,7 +378,8 @@ def test_diff(tmp_path: Path):
     for number, version in enumerate(("1.0", "1.1")):
         folder = make(tmp_path, number, [0.5 + number / 10], seed=number) / "provenance"
         folder.mkdir()
-        head = f"python train.py\n1 x cpu on host\nPython 3.11.9 on Linux\nsame-1.0\nsome_pack-{version}\n"
+        head = "python train.py\n1 x cpu on host\nPython 3.11.9 on Linux\nsource files in code-01234567\n"
+        head += f"same-1.0\nsome_pack-{version}\n"
         (folder / "20260101-000000.txt").write_text(
             f"{head}# branch.oid {'a' * 40}\n1 .M N... train.py\n? mine-{version}\n"
         )
@@ -416,6 +417,10 @@ def test_diff_shows_the_code_that_differs(program: Path, cwd: Path):
     call(f"{program}/train.py --resume after --epochs 2", cwd)
     assert "+x = 2" in runs(cwd, "--diff before after").stdout.splitlines()
     assert runs(cwd, "--diff after after").stdout.endswith("\ncode\nall the same\n")
+
+    (program / "mine.py").write_text("x = 1\n")
+    call(f"{program}/train.py --resume after --epochs 3", cwd)
+    assert "+x = 1" in runs(cwd, "--diff before after").stdout.splitlines()  # the code of before, once more
 
 
 # ---- two groups of runs
