@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from works import VALIDATED, WORKS
@@ -82,15 +83,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "WANDB_MODE": "offline"}
 
 
-def seconds_per_epoch(command: list, cwd: Path) -> tuple[float, str]:
-    """Runs a program. Returns the mean time of its epochs but the first, and the loss of the last."""
+def seconds_per_epoch(command: list, cwd: Path, clock: Callable) -> tuple[float, str]:
+    """Runs a program. Returns the mean time of its epochs but the first by `clock(pid)`, and the loss of the last."""
     process = subprocess.Popen(
         on_one_core(command), cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     times, last = [], ""
     for line in process.stdout:
         if re.match(r"epoch \d|\s+\d+\s+\d+\s", line):
-            times.append(time.perf_counter())
+            times.append(clock(process.pid))
             last = line
     error = process.stderr.read()
     if process.wait() or len(times) < 3:
@@ -99,7 +100,19 @@ def seconds_per_epoch(command: list, cwd: Path) -> tuple[float, str]:
     return (times[-1] - times[0]) / (len(times) - 1), numbers[0]
 
 
-def run(python: str, works: list[str], peers: list[str], rounds: int, other: str | None, folder: Path) -> list[dict]:
+def wall_seconds(pid: int) -> float:
+    return time.perf_counter()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed so far, in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def run(
+    python: str, works: list[str], peers: list[str], rounds: int, other: str | None, folder: Path, clock: Callable
+) -> list[dict]:
     """Times the works with the template and the peers. Returns a row for each work and program."""
     rows = []
     for work in works:
@@ -113,7 +126,7 @@ def run(python: str, works: list[str], peers: list[str], rounds: int, other: str
         found = {name: [] for name in programs}
         for number in range(rounds):
             for name in programs if number % 2 else reversed(programs):
-                seconds, loss = seconds_per_epoch([python, *programs[name]], folder)
+                seconds, loss = seconds_per_epoch([python, *programs[name]], folder, clock)
                 found[name].append((seconds / steps, loss))
                 micros = 1e6 * seconds / steps
                 print(f"{work} round {number + 1} {name:>20} {micros:8.0f} us/step  loss {loss}", flush=True)
@@ -162,6 +175,7 @@ if __name__ == "__main__":
     parser.add_argument("--other", help="another checkout, whose template is timed, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--python", help="the interpreter, instead of benchmarks/.venv, or of this one with --start_up")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds, for a machine that has other work")
     parser.add_argument("--start_up", action="store_true")
     options = parser.parse_args()
     # A start is not timed beside the packages of the peers: torchmetrics imports transformers where it is installed.
@@ -170,13 +184,16 @@ if __name__ == "__main__":
         if options.start_up:
             table = start_up(interpreter, options.rounds, options.other, Path(temporary))
         else:
-            table = run(interpreter, options.works, options.peers, options.rounds, options.other, Path(temporary))
+            clock = cpu_seconds if options.cpu else wall_seconds
+            table = run(
+                interpreter, options.works, options.peers, options.rounds, options.other, Path(temporary), clock
+            )
     print(
         *(" | ".join(f"{value!s:>20}" for value in row) for row in (table[0], *(row.values() for row in table))),
         sep="\n",
     )
     is_complete = options.start_up or (set(options.works) == {*WORKS} and set(options.peers) == {*PEERS, *BATCHED})
-    if is_complete and not options.other and options.rounds >= 5:
+    if is_complete and not options.other and not options.cpu and options.rounds >= 5:
         facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpu": platform.processor()}
         name = "start_up.json" if options.start_up else "results.json"
         (HERE / name).write_text(json.dumps(facts | {"rounds": options.rounds, "rows": table}, indent=2) + "\n")

@@ -8,6 +8,7 @@ WORKS = {
     "W1v": {"data": "digits", "epochs": 200, "batch_size": 64, "optimizer": "torch.optim.Adam", "lr": 1e-3},
     "W2": {"data": "large", "epochs": 5, "batch_size": 128, "optimizer": "torch.optim.SGD", "lr": 1e-2},
     "W3": {"data": "large", "epochs": 3, "batch_size": 128, "optimizer": "torch.optim.Adam", "lr": 1e-3},
+    "W4": {"data": "digits", "epochs": 50, "batch_size": 64, "optimizer": "torch.optim.AdamW", "lr": 4e-3},
 }
 VALIDATED = ("W1v",)  # W1 with a validation after each epoch
 
@@ -19,6 +20,11 @@ def build(work: str) -> nn.Module:
         return nn.Sequential(nn.Flatten(), *mlp(64, 64, 64, 10))
     if work == "W2":
         return nn.Sequential(nn.Flatten(), *mlp(784, 128, 64, 10))
+    if work == "W4":  # the layers of model.py
+        convolutions = (nn.Conv2d(1, 32, 3, 1, 1), nn.GELU(), nn.Conv2d(32, 64, 3, 2, 1), nn.GELU())
+        return nn.Sequential(
+            *convolutions, nn.Conv2d(64, 64, 3, 2, 1), nn.GELU(), nn.Flatten(), nn.Dropout(0.25), nn.Linear(256, 10)
+        )
     convolutions = (nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU())
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(1568, 10))
 

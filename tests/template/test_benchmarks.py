@@ -21,3 +21,11 @@ def test_the_template_is_timed_beside_its_peers(work: str, peers: str, tmp_path:
 def test_the_loader_is_timed_beside_that_of_torch(tmp_path: Path):
     script = REPO / "benchmarks" / "loader.py"
     assert "tensors" in run(f"{script} --kinds tensors --workers 0 --rounds 1", tmp_path).stdout
+
+
+def test_lightning_that_was_killed_in_mid_epoch_trains_some_samples_twice_and_others_never(tmp_path: Path):
+    """As README.md and benchmarks/README.md say."""
+    done = run(f"{REPO / 'benchmarks' / 'resume.py'}", tmp_path)
+    assert done.stdout == "19 batches; of 1216 samples 304 came twice, 304 never\n"
+    for page in ("README.md", "README.zh-CN.md", "benchmarks/README.md"):
+        assert "304" in (REPO / page).read_text()

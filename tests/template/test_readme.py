@@ -20,7 +20,6 @@ from config import TrainConfig
 PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]
-PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 DIFFS = diffs("README.md")
 # What an edit needs, by a word in it.
 OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
@@ -34,6 +33,10 @@ def commands(text: str) -> list[str]:
     found = re.findall(r"^```bash\n(.*?)^```$|`((?:python|git|torchrun) [^`\n]+)`", text, re.DOTALL | re.MULTILINE)
     lines = [line.partition("  #")[0].strip() for block, inline in found for line in (block or inline).splitlines()]
     return [command for line in lines for command in line.split(" && ")]
+
+
+def python_of(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def blocks(text: str) -> list[str]:
@@ -65,7 +68,7 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("command", commands(README))
 def test_command(command: str, checkout: Path):
     """Each one needs those before it. What installs from the network, .ci/run runs."""
-    if command == "python3 -m venv .venv" or command.startswith(".venv/bin/pip install "):
+    if command == "python3 -m venv .venv" or command.removeprefix(".venv/bin/").startswith("pip install "):
         return
     command = command.removeprefix(".venv/bin/")
     command = " ".join([command, *(options for word, options in SHORT.items() if word in command)])
@@ -89,14 +92,28 @@ def test_what_one_sees_is_what_a_run_prints(tmp_path: Path):
     assert len(lines(shown)) >= 10 and lines(shown) <= lines(call(f"train.py {SMALL}", tmp_path).stdout)
 
 
-def test_the_loop_is_shown_as_it_is():
-    loop, _ = PYTHON
-    assert textwrap.indent(loop, " " * 8) in (REPO / "train.py").read_text()
+def left_out(excerpt: str, program: str) -> list[str]:
+    """What stands for each line of `...` in an excerpt of a program."""
+    first = excerpt.partition("\n")[0]
+    margin = re.search(rf"^( *){re.escape(first)}$", program, re.MULTILINE)[1]
+    parts = re.split(r"^ *\.\.\.\n", textwrap.indent(excerpt, margin), flags=re.MULTILINE)
+    pattern = r"((?:.*\n)+?)".join(re.escape(part) for part in parts)
+    found = re.search(f"^{pattern}", program, re.MULTILINE)
+    assert found, f"train.py has not these lines:\n{excerpt}"
+    return [*found.groups()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_loss_and_the_loop_are_shown_as_they_are(page: str):
+    program = (REPO / "train.py").read_text()
+    loss, loop = (left_out(excerpt, program) for excerpt in python_of(TEXT[page])[:2])
+    assert len(loss) == 1 and loss[0].strip().startswith('"""')
+    assert len(loop) == 4 and all("loss" not in text for text in loop[:3]), loop
 
 
 def test_the_trained_model_can_be_used_elsewhere(tmp_path: Path):
     call(f"train.py {SMALL} --out_dir used", tmp_path)
-    _, code = PYTHON
+    *_, code = python_of(README)
     (run,) = tmp_path.glob("*-used")
     code = code.replace("20261122-102325-train_out", run.name)
     env = clean_environment() | {"PYTHONPATH": str(REPO)}
