@@ -272,6 +272,22 @@ def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path
     assert fit == [second for second in FEATURES if second != first and frozenset((first, second)) not in APART]
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("data/*.patch")))
+def test_the_page_names_the_recipes_after_which_a_data_patch_is_refused(name: str, tmp_path: Path):
+    page = (RECIPES / "README.md").read_text()
+    of_all, of_datasets, others = page.partition("`git apply` also refuses ")[2].partition(".")[0].split(";")
+    assert "second data patch" in others
+    text = of_all + of_datasets if name == "datasets" else of_all
+    named = {recipe for recipe in (*KINDS, *FEATURES) if re.search(rf"\b{recipe}\b", text)}
+    refused = set()
+    for first in {*KINDS, *FEATURES}:
+        try:
+            apply(patch_of(name).read_text(), with_recipe(first, tmp_path / first))
+        except subprocess.CalledProcessError:
+            refused.add(first)
+    assert refused == named
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("teacher")
