@@ -52,6 +52,16 @@ TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """What a test leaves in the environment, as Fabric leaves its seed, goes. It would be in that of all later
+    processes, and zygote.py starts a process as a fork only in the environment that the first one had."""
+    before = set(os.environ)
+    yield
+    for name in os.environ.keys() - before:
+        del os.environ[name]
+
+
 def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
 
