@@ -113,7 +113,7 @@ class HalvedMomentum(torch.optim.Optimizer):
 '''
 
 
-@pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_an_optimizer_whose_state_is_a_tensor_subclass_is_resumed(devices: str, program: Path, tmp_path: Path):
     """With the same bits; and its run is evaluated."""
     (copy_programs(program) / "halved.py").write_text(HALVED)

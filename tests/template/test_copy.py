@@ -157,6 +157,7 @@ def test_it_passes_after_a_recipe(name: str, tmp_path: Path):
     assert_passes(run_pytest(program))
 
 
+@pytest.mark.night
 def test_it_says_what_it_has_shown_in_each_precision_and_which_options_are_not_there(tmp_path: Path):
     copy_project_tests(copy_programs(tmp_path))
     with_text(tmp_path, "tests/test_project.py", ('    "root_dir": ".",\n', '    "root_dir": ".",\n    "gone": "1",\n'))
@@ -170,6 +171,7 @@ def test_it_says_what_it_has_shown_in_each_precision_and_which_options_are_not_t
     assert "SMALL has options that train.py does not have: gone" in done.stdout.splitlines()
 
 
+@pytest.mark.night
 def test_it_says_that_a_random_validation_is_not_compared(tmp_path: Path):
     program = replace(tmp_path, "outputs", "(logits + torch.rand_like(logits), targets)\n")
     done = run_project_tests(program, "two_processes_validate")
@@ -177,6 +179,7 @@ def test_it_says_that_a_random_validation_is_not_compared(tmp_path: Path):
     assert "cpu 32-true: random validation, not compared: val/accuracy" in done.stdout.splitlines()
 
 
+@pytest.mark.night
 def test_it_passes_with_a_list_in_a_file_of_ones_own(tmp_path: Path):
     program = insert_after(tmp_path, "step is done", 'torch.save([step], run.path / f"{step}.pt")')
     done = run_project_tests(program, "same_files")
@@ -292,7 +295,7 @@ def test_it_fails_where_numbers_are_drawn_before_the_step_is_seeded(tmp_path: Pa
     "words, test",
     [
         ("same_inputs and elsewhere", "test_a_run_that_was_killed_and_resumed_has_the_same_inputs"),
-        ("two_processes_get", "test_two_processes_get_the_inputs_of_one"),
+        pytest.param("two_processes_get", "test_two_processes_get_the_inputs_of_one", marks=pytest.mark.night),
     ],
 )
 def test_it_fails_where_class_numbers_come_from_a_set(words: str, test: str, tmp_path: Path):
@@ -388,7 +391,10 @@ def test_it_fails_where_the_gradient_is_scaled_by_the_number_of_processes(tmp_pa
     assert "train/grad_norm of two processes differs by up to 1, " in done.stdout
 
 
-@pytest.mark.parametrize("names", ["os.listdir(folder)", "[entry.name for entry in os.scandir(folder)]"])
+@pytest.mark.parametrize(
+    "names",
+    ["os.listdir(folder)", pytest.param("[entry.name for entry in os.scandir(folder)]", marks=pytest.mark.night)],
+)
 def test_it_fails_where_class_numbers_come_from_an_unsorted_folder(names: str, tmp_path: Path):
     """Whose order differs between two file systems."""
     folder = tmp_path / "classes"

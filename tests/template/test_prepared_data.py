@@ -75,7 +75,7 @@ def end(process) -> str:
     return out
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "Fabric"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.night), "Fabric"])
 def test_one_of_three_processes_downloads_and_the_others_wait_for_it(launcher: str, program, folder, tmp_path):
     options = f"{SMALL} --epochs 1 --effective_batch_size 48"
     if launcher == "torchrun":
@@ -207,6 +207,7 @@ def test_what_only_one_process_cannot_read_is_told_by_it(folder, tmp_path):
     assert not [*tmp_path.glob("*train_out")]
 
 
+@pytest.mark.night
 def test_a_killed_run_of_three_processes_begins_the_download_again(program, folder, tmp_path):
     command = f"{ON_3} {program}/train.py {SMALL} --epochs 1 --effective_batch_size 48"
     process = start(command, tmp_path, DOWNLOAD=str(folder))

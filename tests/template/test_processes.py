@@ -70,6 +70,7 @@ def test_torchrun_passes_a_signal_on_and_the_run_is_saved(terminated):
     assert f"stopped after {newest(cwd)} of" in output and "resumed from" not in output
 
 
+@pytest.mark.night
 def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(whole, tmp_path):
     command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {REPO / LONG} --resume auto"
     process = start(command, tmp_path, **NO_SHARED_STORE)

@@ -127,7 +127,7 @@ def test_with_nohup_a_hangup_changes_nothing(tmp_path):
     assert process.returncode == PREEMPTED
 
 
-@pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_a_limit_of_time_stops_the_run_and_the_same_command_goes_on(devices: str, whole, tmp_path):
     """`timeout` ends its command as it does when the time is over: SIGALRM is what tells it."""
     command = shlex.join([sys.executable, *f"{REPO}/{LONG} {devices} --resume auto".split()])
@@ -147,6 +147,7 @@ def test_sigterm_to_the_group_with_workers_saves_and_goes_on(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.night
 def test_3_processes_stop_together_and_go_on(tmp_path):
     """With three, the order in which gradients are added counts, and DDP changes it after its first backward pass."""
     whole, cwd = tmp_path / "whole", tmp_path / "interrupted"

@@ -157,7 +157,7 @@ def test_2_processes_train_like_1_with_dropout_and_augmentation(runs):
     assert_same_training(runs("1 process"), runs("2 processes"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "fabric run"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("fabric run", marks=pytest.mark.night)])
 def test_a_launcher_from_outside_gives_one_run_with_the_same_weights(runs, launcher):
     assert len(list(runs(launcher).cwd.iterdir())) == 1
     torch.testing.assert_close(weights(runs(launcher)), weights(runs("2 processes")), atol=0, rtol=0)
