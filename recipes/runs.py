@@ -141,9 +141,9 @@ def provenance(run: dict) -> tuple[dict[str, str], dict[str, list[str]]]:
     packages = {"Python": " ".join(lines[2:3]).removeprefix("Python ")}
     packages |= dict(line.rsplit("-", 1) for line in lines[3:] if re.fullmatch(r"\S+-\S+", line))
     code = {}
-    kept = " ".join(lines[3:4])
-    if kept.startswith("source files in "):
-        version = folder / kept.removeprefix("source files in ")
+    kept = [line for line in lines if line.startswith("source files in ")]  # starts of one second are in one file
+    for line in kept[-1:]:
+        version = folder / line.removeprefix("source files in ")
         for file in version.rglob("*.py"):
             code[str(file.relative_to(version))] = file.read_text(errors="replace").splitlines()
     return packages, code
