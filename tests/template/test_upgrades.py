@@ -10,7 +10,8 @@ from conftest import REPO, call
 from edits import copy_programs, replace
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
-*_, CLONE, MERGE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+*_, MERGE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
 
 
 def edit_optimizer(folder: Path) -> Path:
@@ -74,7 +75,7 @@ def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
 
 def test_a_conflict_is_marked_and_can_be_taken_back(template: Path, tmp_path: Path):
     shell(CLONE.replace("URL", str(template)), tmp_path)
-    project = tmp_path / "project"
+    project = tmp_path / "my_project"
     before = commit(edit_loss(project, smoothing=0.2), "my loss")
     commit(edit_loss(template), "another loss")
     assert "CONFLICT (content): Merge conflict in train.py" in shell(MERGE, project, code=1)
@@ -91,7 +92,7 @@ def test_what_was_deleted_stays_away_and_a_readme_of_ones_own_is_kept(template: 
         (template / name).write_text("first\n")
     commit(template, "pages and tests")
     shell(CLONE.replace("URL", str(template)), tmp_path)
-    project = tmp_path / "project"
+    project = tmp_path / "my_project"
     shell("rm -r tests/template CHANGELOG.md; echo mine > README.md", project)
     commit(project, "my project")
     for name in ("README.md", "CHANGELOG.md", "tests/template/test_loop.py", "tests/template/test_new.py"):
