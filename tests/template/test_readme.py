@@ -18,6 +18,18 @@ from config import TestConfig as EvalConfig  # pytest would take a class named T
 from config import TrainConfig
 
 PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
+LINKED = [
+    *PAGES,
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "docs/first_gpu.md",
+    "docs/notebooks.md",
+    "docs/upgrades.md",
+    "recipes/README.md",
+    "recipes/data.md",
+    "recipes/edits.md",
+    "recipes/cluster/slurm.md",
+]
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]
 DIFFS = diffs("README.md")
@@ -136,11 +148,21 @@ def test_no_line_is_longer_than_120_columns():
     assert [line for text in TEXT.values() for line in text.splitlines() if len(line) > 120] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str):
-    targets = re.findall(r"\]\((.+?)\)", TEXT[page])
-    files = [target.partition("#")[0] for target in targets if not target.startswith("https://")]
-    assert targets and [file for file in files if not ((REPO / page).parent / file).exists()] == []
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as a link names them."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_links_lead_to_files_and_headings(page: str):
+    targets = [target for target in re.findall(r"\]\((.+?)\)", (REPO / page).read_text()) if "://" not in target]
+    for target in targets:
+        file, _, heading = target.partition("#")
+        path = (REPO / page).parent / file if file else REPO / page
+        assert path.exists(), target
+        assert not heading or heading in anchors(path), target
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
