@@ -3,6 +3,7 @@
 python benchmarks/run.py                       # everything, most of an hour; the peers go into benchmarks/.venv
 python benchmarks/run.py --works W1 --rounds 3 --peers raw limit
 python benchmarks/run.py --works W1 W2 W3 --peers --other DIR    # beside the template in another checkout
+python benchmarks/run.py --cpu --works W4      # CPU seconds in place of the clock's, where the machine has other work
 python benchmarks/run.py --start_up            # a whole run of one epoch, from the command to its end
 
 Every program trains the same model from the same weights on the same data (works.py), reads its loss every 50 steps and
