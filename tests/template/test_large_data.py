@@ -290,16 +290,11 @@ def test_hugging_face_files_and_what_is_hidden_are_no_classes(files: Path, pictu
 
 def test_hugging_face_pictures_of_a_class_without_training_pictures_are_named(pictures: Path, rows: ModuleType):
     (pictures / "train" / "10").mkdir()
-    assert error_of(rows, pictures) == f"{pictures}/train/10: no picture"
-    (pictures / "train" / "10").rmdir()
     shutil.copytree(pictures / "val" / "1", pictures / "val" / "10")
     assert error_of(rows, pictures) == "val has classes that train does not have: 10"
 
 
-def test_hugging_face_pictures_in_no_folder_of_a_class_or_in_two_are_refused(pictures: Path, rows: ModuleType):
-    (pictures / "train" / "cats").mkdir()
-    (pictures / "train" / "3").rename(pictures / "train" / "cats" / "3")
-    assert error_of(rows, pictures) == f"{pictures}/train/cats: no picture"
+def test_hugging_face_pictures_in_no_folder_of_a_class_are_refused(pictures: Path, rows: ModuleType):
     for split in SIZES:
         for path in [*(pictures / split).rglob("*.png")]:
             path.rename(pictures / split / f"{path.parent.name}{path.name}")
