@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import LONG, SMALL, assert_same_training, call, killed_and_resumed, on_one_and_two, run_dir
 from edits import insert_after
-from test_recipes import imported, with_recipe
+from test_recipes import imported, imported_train, with_recipe
 
 pytestmark = [
     pytest.mark.recipes,
@@ -75,11 +75,12 @@ def test_killed_and_resumed_is_the_same_run(frozen: int, program: Path, tmp_path
     killed_and_resumed(f"{program}/{LONG} --epochs 6 --micro_batch_size 32 --freeze_epochs {frozen}", tmp_path)
 
 
-def test_padding_changes_nothing(program: Path):
-    parts = imported(program, "docstrings").build_docstrings()
-    train = parts["train"]
+def test_padding_changes_nothing(program: Path, monkeypatch: pytest.MonkeyPatch):
+    programs = imported_train(program, monkeypatch)
+    config = programs.TrainConfig()
+    train = programs.build_datasets(config)["train"]
     samples = sorted((train[index] for index in range(16)), key=lambda sample: len(sample[0]))
-    model = imported(program, "model").Model(train.num_words, train.max_length, train.num_classes).eval()
+    model = programs.build_model(config, train).eval()
     batch = train.collate_fn(samples)
     assert batch["input_ids"].shape == (16, len(samples[-1][0])) and len(samples[0][0]) < len(samples[-1][0])
     together = model(**batch).logits
