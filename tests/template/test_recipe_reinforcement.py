@@ -1,4 +1,4 @@
-"""recipes/kinds/reinforcement.patch: a policy that learns from episodes it plays; no data set, no epochs."""
+"""recipes/kinds/reinforcement.patch: a policy that learns from episodes it plays."""
 
 import json
 import math
@@ -57,9 +57,8 @@ class Constant(nn.Module):
 
 def test_it_learns_and_each_episode_is_evaluated_once(program: Path, tmp_path: Path):
     """Random pushes have a return of 22. On two processes, the episodes are the same, in the same order."""
-    options = "--accelerator cpu --max_steps 40 --logger_name csv"
-    out = call(f"{program}/train.py {options}", tmp_path).stdout
-    assert "best val/return" in out and "epoch" not in out
+    options = "--accelerator cpu --epochs 2 --warmup_epochs 0 --logger_name csv"
+    call(f"{program}/train.py {options}", tmp_path)
     found = []
     for how, devices in ((call, ""), (run, ON_2)):
         how(f"{program}/test.py --out_dir train_out --accelerator cpu --predictions {devices}", tmp_path)
@@ -95,7 +94,7 @@ def test_a_single_episode_has_none_to_be_compared_with(program: Path, tmp_path: 
 def played(train: ModuleType) -> tuple:
     """The model, the values and what was played, of 8 episodes."""
     torch.manual_seed(0)
-    model = train.Model(4, 2)
+    model = train.build_model(train.TrainConfig(), None)
     starts = train.build_datasets(train.TrainConfig())["val"].tensors[0][:8]
     torch.manual_seed(1)
     values, count, (totals,) = train.compute_loss(model, [starts], train.TrainConfig(discount=0.9))
@@ -143,7 +142,7 @@ def test_actions_are_drawn_in_training_and_the_likeliest_is_taken_otherwise(trai
 
 def test_no_step_waits_for_the_device(train: ModuleType):
     """On the meta device tensors have no values: to ask for one is an error."""
-    model = train.Model(4, 2).to("meta")
+    model = train.build_model(train.TrainConfig(), None).to("meta")
     values = train.compute_loss(model, [torch.zeros(8, 4, device="meta")], train.TrainConfig())[0]
     values["loss"].backward()
     with pytest.raises(RuntimeError, match="meta"):
@@ -192,6 +191,6 @@ def test_an_episode_ends_beyond_the_track_or_twelve_degrees(position, degrees, e
 
 def test_the_parts_have_other_starts(environment: ModuleType):
     parts = [part.tensors[0] for part in environment.build_starts().values()]
-    assert len(torch.cat(parts).unique(dim=0)) == 2**16 + 200 + 1000
+    assert len(torch.cat(parts).unique(dim=0)) == 1280 + 200 + 1000
     for starts, again in zip(parts, environment.build_starts().values(), strict=True):
         assert torch.equal(starts, again.tensors[0]) and 0.04 < starts.abs().max() <= 0.05
