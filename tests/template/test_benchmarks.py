@@ -9,7 +9,10 @@ from conftest import REPO, run
 pytestmark = pytest.mark.recipes
 
 
-@pytest.mark.parametrize("work, peers", [("W1", "raw raw-batched lightning-batched"), ("W1v", "raw limit")])
+@pytest.mark.parametrize(
+    "work, peers",
+    [("W1", "raw raw-batched lightning-batched"), pytest.param("W1v", "raw limit", marks=pytest.mark.night)],
+)
 def test_the_template_is_timed_beside_its_peers(work: str, peers: str, tmp_path: Path):
     script = REPO / "benchmarks" / "run.py"
     done = run(f"{script} --works {work} --peers {peers} --rounds 1 --python {sys.executable}", tmp_path)

@@ -93,7 +93,7 @@ def test_with_unchanged_options_it_ends_with_the_bits_and_the_rows_of_its_parent
     assert without_locks(parent) == before
 
 
-@pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_it_is_killed_and_resumed_like_a_run_while_its_parent_goes_on(devices, tmp_path):
     """Before and after its first own checkpoint. With as many epochs, it ends as a run that was left alone."""
     for name in ("alone", "parent", "forks"):

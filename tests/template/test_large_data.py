@@ -499,7 +499,7 @@ with open(f"lines_{fabric.global_rank}.txt", "a") as file:
 """
 
 
-@pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_no_line_of_a_stream_is_lost_or_comes_twice_after_a_kill(devices: str, files: Path, tmp_path: Path):
     program = with_format("stream", files, tmp_path / "program")
     insert_after(program, "micro-batch is done", NOTE)

@@ -64,6 +64,7 @@ def test_the_largest_that_fits_into_a_limit_of_memory_is_found(program: Path, cw
     assert not [*cwd.iterdir()]
 
 
+@pytest.mark.night
 def test_on_two_devices_the_size_is_that_of_each(program: Path, cwd: Path):
     """One of them is out of memory. The command that is told runs."""
     failing_above(3, f"if int(os.environ.get('LOCAL_RANK', 0)) == 1: {OUT_OF_MEMORY}", program)

@@ -95,7 +95,7 @@ def test_the_loop_goes_on_while_a_file_is_written_and_the_next_save_waits_for_it
 # ---- kills
 
 
-@pytest.mark.parametrize("options", ["", ON_2, "--num_workers 1"])
+@pytest.mark.parametrize("options", [ON_2, pytest.param("--num_workers 1", marks=pytest.mark.night)])
 def test_a_killed_run_is_resumed_with_the_same_bits(options: str, program: Path, tmp_path: Path):
     whole, killed = killed_and_resumed(f"{program}/{LONG} {options}", tmp_path)
     assert_same_best(killed, whole)

@@ -77,6 +77,7 @@ def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Pat
     assert_same_run(tmp_path / "workers", whole)
 
 
+@pytest.mark.night
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
     killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
 

@@ -112,6 +112,7 @@ def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Pat
     killed_and_resumed(f"{program}/{BF16}", tmp_path)
 
 
+@pytest.mark.night
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
     killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
 

@@ -254,7 +254,9 @@ def test_lora_is_merged_into_the_weights(program: Path, source: Path, tmp_path: 
 # ---- resume
 
 
-@pytest.mark.parametrize("options", ["--freeze_epochs 1", "--freeze_epochs 20", "--lora_rank 2"])
+@pytest.mark.parametrize(
+    "options", ["--freeze_epochs 1", pytest.param("--freeze_epochs 20", marks=pytest.mark.night), "--lora_rank 2"]
+)
 def test_killed_and_resumed_is_the_same_run(options: str, program: Path, source: Path, tmp_path: Path):
     """Killed after the body was thawed, and before; then the source is gone, which an evaluation needs no more."""
     copy = Path(shutil.copytree(source, tmp_path / "source"))
@@ -268,7 +270,7 @@ def test_killed_and_resumed_is_the_same_run(options: str, program: Path, source:
     call(f"{program}/test.py --out_dir train_out --accelerator cpu", killed)
 
 
-@pytest.mark.parametrize("processes", ["", ON_2])
+@pytest.mark.parametrize("processes", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_killed_before_the_first_checkpoint_it_loads_the_weights_again(processes: str, source: Path, tmp_path: Path):
     program = with_recipe("finetune", tmp_path / "program")
     code = f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})"

@@ -157,6 +157,7 @@ def test_killed_and_resumed_with_workers_is_the_same_run(program: Path, tmp_path
     killed_and_resumed(f"{program}/{BF16} --num_workers 1", tmp_path)
 
 
+@pytest.mark.night
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
     whole, killed = killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
     torch.testing.assert_close(saved_losses(killed), saved_losses(whole), atol=0, rtol=0)

@@ -110,7 +110,7 @@ def assert_mirrored(machine: Path, disk: Path) -> None:
 # ---- a machine is thrown away
 
 
-@pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_it_goes_on_elsewhere_with_the_same_bits(
     devices: str, program: Path, held: Path, disk: Path, machines: list[Path], tmp_path: Path
 ):

@@ -71,7 +71,7 @@ def test_it_learns_and_each_episode_is_evaluated_once(program: Path, tmp_path: P
     assert (found[0] == found[1]).float().mean() > 0.99  # rounding may choose another action
 
 
-@pytest.mark.parametrize("options", ["", f"{ON_2} --precision bf16-mixed"])
+@pytest.mark.parametrize("options", ["", pytest.param(f"{ON_2} --precision bf16-mixed", marks=pytest.mark.night)])
 def test_killed_and_resumed_it_is_the_same_run(options: str, short: Path, tmp_path: Path):
     killed_and_resumed(f"{short}/train.py {STEPS} --max_steps 60 --val_interval 8 {options}", tmp_path)
 

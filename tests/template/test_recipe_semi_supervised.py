@@ -168,6 +168,7 @@ def test_killed_and_resumed_is_the_same_run_with_any_number_of_workers(program: 
     assert_same_run(tmp_path / "workers", whole)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("options", ["--num_workers 2", ON_2, f"{ON_2} --num_workers 2"])
 def test_killed_and_resumed_with_workers_and_on_two_processes(options: str, program: Path, tmp_path: Path):
     killed_and_resumed(f"{program}/{SHORT} {options}", tmp_path)
