@@ -1,6 +1,6 @@
 """Times the template beside what one would use instead, on one core, in interleaved rounds.
 
-python benchmarks/run.py                       # everything, most of an hour; the peers go into benchmarks/.venv
+python benchmarks/run.py                       # everything; the peers go into benchmarks/.venv
 python benchmarks/run.py --works W1 --rounds 3 --peers raw limit
 python benchmarks/run.py --works W1 W2 W3 --peers --other DIR    # beside the template in another checkout
 python benchmarks/run.py --cpu --works W4      # CPU seconds in place of the clock's, where the machine has other work
