@@ -190,10 +190,12 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
     Raises:
         ConfigError: The launcher has started another number of processes than the options ask for.
     """
-    started = int(os.environ.get("WORLD_SIZE", fabric.world_size))
-    if started != fabric.world_size:
+    # By the options: Fabric's world_size is what a launcher has started. Strategies of one process have no number.
+    asked = config.num_nodes * getattr(fabric.strategy, "num_processes", 1)
+    started = int(os.environ.get("WORLD_SIZE", asked))
+    if started != asked:
         raise ConfigError(
-            f"--devices {config.devices} --num_nodes {config.num_nodes}: asks for {fabric.world_size} process(es), "
+            f"--devices {config.devices} --num_nodes {config.num_nodes}: asks for {asked} process(es), "
             f"but the launcher has started {started}"
         )
 

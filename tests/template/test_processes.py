@@ -159,6 +159,16 @@ def test_a_port_that_is_in_use_is_told_in_the_last_line(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("options, asked", [("--devices 1", 1), ("--devices 3", 3), ("--devices 2 --num_nodes 2", 4)])
+def test_another_number_of_processes_than_torchrun_has_started_is_refused(options: str, asked: int, tmp_path):
+    """By each rank, before it waits for others."""
+    torchrun = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
+    error = run(f"train.py {SMALL} {options}", tmp_path, 2, **torchrun).stderr
+    words = f"{options if 'nodes' in options else f'{options} --num_nodes 1'}: asks for {asked} process(es)"
+    assert error == f"train.py: error: {words}, but the launcher has started 2\n"
+    assert not [*tmp_path.iterdir()]
+
+
 # ---- a resume that rank 0 refuses
 
 

@@ -206,6 +206,15 @@ def test_weights_that_differ_between_the_ranks_are_noticed_in_bf16_true(program:
     assert re.search("after step 4, weights are those of rank 0: False on rank 1 .*, True on rank 0: do random", error)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_single_weight_that_is_not_finite_is_never_saved(value: str, program: Path, cwd: Path):
+    insert_after(program, "step is done", f"if step == 4: model.module.layers[0].weight.data[0, 0, 0, 0] = {value}")
+    insert_before(program, "set up model", "from math import inf, nan")
+    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
+    assert "the weights are not finite after step 4: model.layers.0.weight (4, 1, 3, 3)" in error
+    assert not [*(run_dir(cwd) / "checkpoints").iterdir()]
+
+
 def test_weights_of_rank_0_that_are_not_finite_end_all_ranks_alike(program: Path, cwd: Path):
     spoil = "if step == 8 and fabric.global_rank == 0: model.module.layers[0].weight.data.fill_(float('nan'))"
     insert_after(program, "step is done", spoil)
