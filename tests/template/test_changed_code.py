@@ -89,14 +89,15 @@ def test_a_tied_parameter_has_one_name():
 
 
 def test_what_an_optimizer_keeps_in_a_group_stays_beside_a_setting_that_has_changed():
+    """As Prodigy its `d`, which is there from the beginning, or what comes with the first step."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    optimizer, then = described(model, [{"params": layer.parameters()} for layer in model])
+    optimizer, then = described(model, [{"params": layer.parameters(), "d": 9} for layer in model])
     with_steps(model, optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        group["d"] = number
-    restored, now = described(model, [{"params": layer.parameters(), "weight_decay": 0.5} for layer in model])
+        group["d"] = group["later"] = number
+    restored, now = described(model, [{"params": layer.parameters(), "d": 9, "weight_decay": 0.5} for layer in model])
     checkpoints.restore_optimizer(restored, optimizer.state_dict(), now, then)
-    assert [group["d"] for group in restored.param_groups] == [0, 1]
+    assert [(group["d"], group["later"]) for group in restored.param_groups] == [(0, 0), (1, 1)]
     assert [group["weight_decay"] for group in restored.param_groups] == [0.5, 0.5]
     for parameter in model.parameters():
         assert torch.equal(restored.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
