@@ -86,6 +86,24 @@ def test_launcher_tells_the_devices(monkeypatch):
     assert (config.devices, config.num_nodes) == ("2", 2)
 
 
+def test_srun_tells_the_devices(monkeypatch):
+    """Two nodes of three tasks. What Fabric needs to know of them it gets here, too."""
+    for name, value in {"NUM_TASKS": "6", "NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    config = of_file("devices: 1\nnum_nodes: 1\n")
+    assert (config.devices, config.num_nodes) == ("3", 2)
+    assert (os.environ["WORLD_SIZE"], os.environ["SLURM_JOB_NAME"]) == ("6", "srun")
+
+
+def test_in_the_shell_of_a_slurm_job_the_options_tell_the_devices(monkeypatch):
+    """Fabric would wait for the tasks of the job, which nobody starts."""
+    monkeypatch.setenv("SLURM_NTASKS", "6")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert train("--devices 2").devices == "2"
+    assert "SLURM_NTASKS" not in os.environ and "WORLD_SIZE" not in os.environ
+
+
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_mpirun_is_refused(name: str, monkeypatch):
     """Each process would train a run of its own. It may start torchrun, or the first process of each machine."""

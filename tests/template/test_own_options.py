@@ -116,6 +116,17 @@ def test_a_list_may_have_negative_numbers_with_an_exponent(source: str, tmp_path
         assert "shifts -1e-05 0.5 -2e+300 -3.0\n" in printed
 
 
+def test_an_option_can_be_deleted_where_it_is_defined_and_used(tmp_path: Path):
+    """Its name may stay in the lists of config.py: of bounds, and of what a resume cannot change."""
+    text = "    dropout: float = 0.25  # Probability of dropping a feature before the last layer\n"
+    program = edit_config(tmp_path / "program", text, "")
+    train = (program / "train.py").read_text()
+    (program / "train.py").write_text(train.replace("config.width, config.dropout", "config.width"))
+    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
+    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
+    assert "dropout" not in (run_dir(tmp_path) / "config.yaml").read_text()
+
+
 def test_the_mode_of_a_default_does_not_outlive_its_monitor(tmp_path: Path):
     """As that of a recipe, which sets both."""
     program = edit_config(tmp_path / "program", 'monitor: str = "val/accuracy"', 'monitor: str = "train/grad_norm"')
