@@ -400,7 +400,8 @@ def test_a_rehearsal_that_is_stopped_leaves_nothing_behind(step: int, program: P
 BUILDS = """
 if bool([*__import__("pathlib").Path().glob(".fast_run-*/2*")]) == IS_SECOND:
     print("building", flush=True)
-    signal.pause()
+    while True:  # signal.pause() could begin just after the signal has come
+        __import__("time").sleep(0.02)
 """
 
 
