@@ -229,7 +229,6 @@ class Loader(DataLoader):
     within `config.timeout` seconds, the loop gets a RuntimeError."""
 
     def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
-        num_workers = config.num_workers if sampler else 0  # a validation may have no samples
         # Workers share batches by file name. With file descriptors, the loop would wait forever for a frozen worker.
         torch.multiprocessing.set_sharing_strategy("file_system")
         super().__init__(
@@ -237,11 +236,11 @@ class Loader(DataLoader):
             sampler=sampler,
             batch_size=None,  # an item of SeededBatches is a whole batch
             collate_fn=torch.nn.Identity(),  # and is collated
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
+            num_workers=config.num_workers,
+            persistent_workers=config.num_workers > 0,
             # Python 3.14 would import the main script in each worker by default, and a notebook has none.
-            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-            timeout=config.timeout if num_workers else 0,
+            multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
+            timeout=config.timeout if config.num_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=start_worker,
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
@@ -250,7 +249,7 @@ class Loader(DataLoader):
         self.has_begun = False
         self.first_checksum: int | None = None  # of the first batch in this process
         self.first_batch: Any = None  # of the last step; None in the first step of this process
-        if num_workers > 0:
+        if self.num_workers > 0:
             resources.callback(self.end_workers, set(active_children()))
 
     def __iter__(self) -> Iterator:

@@ -89,6 +89,12 @@ def test_changed_data_are_told(change: str, steps: int, tmp_path):
     assert f"the batch of step {steps} {HAS_CHANGED}" in (run_dir(tmp_path) / "train.log").read_text()
 
 
+def test_changed_data_are_told_after_a_process_of_one_step(tmp_path):
+    call(f"train.py {STEPS} 1 --micro_batch_size 32", tmp_path)
+    program = replace(tmp_path / "program", *CHANGES["augmentation"])
+    assert resumed(program, tmp_path, 3) == ["the batch of step 1"]
+
+
 def test_changed_data_are_told_on_two_devices_once(tmp_path):
     call(f"train.py {STEPS} 6", tmp_path)
     program = replace(tmp_path / "program", *CHANGES["augmentation"])
