@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -47,6 +48,18 @@ def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("train", "config", "model", "data"):
         patch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("train")
+
+
+# ---- options
+
+CHECKED = {"fast_run", "folds", "fold"}  # by a line of their own
+
+
+@pytest.mark.parametrize("patch", sorted(RECIPES.glob("*/*.patch")), ids=lambda path: path.stem)
+def test_each_number_that_a_recipe_adds_has_a_bound(patch: Path, tmp_path: Path):
+    config = imported(with_patch(patch, tmp_path), "config")
+    numbers = {option.name for option in fields(config.TrainConfig) if option.type in (int, float, int | float)}
+    assert numbers <= {*config.ABOVE_0, *config.AT_LEAST_0, *CHECKED}
 
 
 # ---- profiler
