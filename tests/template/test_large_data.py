@@ -301,6 +301,36 @@ def test_hugging_face_pictures_in_no_folder_of_a_class_are_refused(pictures: Pat
     assert error_of(rows, pictures) == "val has classes that train does not have: val"
 
 
+def test_hugging_face_pictures_in_a_folder_of_a_class_s_folder_are_refused(pictures: Path, rows: ModuleType):
+    for split in SIZES:
+        (pictures / split / "1" / "more").mkdir()
+        (path, *_) = (pictures / split / "1").glob("*.png")
+        path.rename(pictures / split / "1" / "more" / path.name)
+    assert error_of(rows, pictures) == f"{pictures}: more lies deeper than the folders of the classes"
+
+
+def test_hugging_face_pictures_of_16_bits_are_refused(pictures: Path, rows: ModuleType):
+    """Pillow would make all white what is above 255."""
+    image = pytest.importorskip("PIL.Image")
+    for path in pictures.rglob("*.png"):
+        image.fromarray(np.full((8, 8), 30_000, np.uint16)).save(path)
+    assert "pictures of the mode I;16 of Pillow, not of 8 bits a channel" in error_of(rows, pictures)
+
+
+@pytest.mark.parametrize("label", ["-1", "null", "1.5", "true"])
+def test_hugging_face_labels_that_are_no_classes_are_refused(label: str, rows: ModuleType, tmp_path: Path):
+    for split in SIZES:
+        lines = [f'{{"image": [[[0, 1], [2, 3]]], "label": {label}}}\n' for label in (label, label, label)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    assert re.fullmatch("train: the label .* is neither text nor a number from 0", error_of(rows, tmp_path))
+
+
+def test_hugging_face_lines_that_are_no_json_are_refused(rows: ModuleType, tmp_path: Path):
+    for split in SIZES:
+        (tmp_path / f"{split}.jsonl").write_text('{"image": [[[0]]], "label": 1}\n{"image": [[[0\n')
+    assert "generating the dataset" in error_of(rows, tmp_path)
+
+
 def test_hugging_face_files_of_no_kind_of_two_or_with_other_columns_are_refused(rows: ModuleType, tmp_path: Path):
     assert "found []" in error_of(rows, tmp_path)
     for split in SIZES:
@@ -411,7 +441,7 @@ def test_a_stream_has_each_line_once_an_epoch(stream: ModuleType, files: Path):
 @pytest.mark.parametrize("world_size, num_workers", [(2, 1), (1, 4), (2, 2), (4, 4)])
 def test_a_part_of_a_stream_is_read_by_one_process(world_size, num_workers, stream, stream_program, tmp_path: Path):
     """So a shard is, where no two parts meet. The order needs no more of the 64 shards than their sizes."""
-    sizes = {f"train-{shard:02d}.jsonl.gz": 100 + shard for shard in range(64)}
+    sizes = {f"train-{shard:02d}.jsonl.gz": (100 + shard, 0) for shard in range(64)}  # of empty files
     for name in sizes:
         (tmp_path / name).touch()
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
@@ -474,8 +504,15 @@ def test_a_stream_names_the_shard_that_has_changed(change: str, stream_program: 
     lines = lines + lines[:1] if change == "a line more" else lines[:-1]
     whole = gzip.compress(b"".join(lines))
     path.write_bytes(whole[: len(whole) // 2] if change == "cut" else whole)
+    assert "sizes.json is of other shards (train-01.jsonl.gz)" in refused(stream_program, shards, tmp_path)
+    sizes = json.loads((shards / "sizes.json").read_text())
+    sizes[path.name][1] = path.stat().st_size  # as if it had as many bytes as before
+    (shards / "sizes.json").write_text(json.dumps(sizes))
     line = refused(stream_program, shards, tmp_path, "--max_steps 18", code=1)
     assert "train-01.jsonl.gz: " in line and ("end-of-stream" if change == "cut" else "sizes.json") in line
+    if change == "cut":
+        error = run(f"{stream_program}/stream.py {shards}", tmp_path, code=1).stderr
+        assert re.fullmatch(r"\S+train-01.jsonl.gz: .*end-of-stream.*\n", error)
 
 
 def lines_by_step(folder: Path, world_size: int) -> dict[int, list[int]]:

@@ -142,6 +142,19 @@ def test_the_options_are_parameters_and_a_changed_one_is_a_tag(program: Path, cw
     assert (second.id, second.status, second.options) == (first.id, "FINISHED", first.options)
     assert second.tags["resumed_with.epochs"] == "6.0" and "resumed_with.width" not in second.tags
     assert [step for step, _ in second.curves["val/loss"]] == [4, 8, 12, 16, 20, 24]
+    call(f"{program}/train.py --resume auto --base_lr 0.002 --epochs 7", cwd)
+    call(f"{program}/train.py --resume auto --base_lr 0.004 --epochs 8", cwd)
+    assert Stored(cwd, "mine").tags["resumed_with.base_lr"] == "0.004"  # not what it was in between
+
+
+def test_a_run_that_its_store_does_not_have_is_told(program: Path, cwd: Path):
+    run(f"{program}/train.py {SMALL} --logger_name csv mlflow", cwd)
+    (cwd / "mlflow.db").unlink()
+    error = run(f"{program}/train.py --resume auto --epochs 6", cwd, code=1).stderr
+    assert re.search(r"^train.py: error: \S+/logs/mlflow_id: .* not found; delete this file, and ", error, re.MULTILINE)
+    (run_dir(cwd) / "logs" / "mlflow_id").unlink()
+    run(f"{program}/train.py --resume auto --epochs 6", cwd)
+    assert Stored(cwd).status == "FINISHED"
 
 
 def test_the_state_is_that_of_the_run(program: Path, cwd: Path):

@@ -57,6 +57,12 @@ def cells(page: np.ndarray, columns: int, number: int, lines: int) -> torch.Tens
     return torch.tensor(np.stack(found))
 
 
+def test_images_of_two_channels_are_shown_by_their_first(pictures: ModuleType):
+    images = torch.rand(3, 2, 8, 8)
+    pages = [np.asarray(pictures.grid("", part, ["a", "b", "c"], columns=3)) for part in (images, images[:, :1])]
+    assert np.array_equal(*pages)
+
+
 def as_bytes(images: torch.Tensor) -> torch.Tensor:
     low, high = images.aminmax()
     return ((images - low) / (high - low) * 255).round().byte()[:, 0]
