@@ -26,7 +26,7 @@ def resumed(program: Path, cwd: Path, steps: int, options: str = "") -> list[str
 # ---- what did not change
 
 
-@pytest.mark.parametrize("micro_batch", ["", "--micro_batch_size 16"])
+@pytest.mark.parametrize("micro_batch", [pytest.param("", marks=pytest.mark.night), "--micro_batch_size 16"])
 def test_twenty_resumes_with_the_same_data_say_nothing(micro_batch: str, tmp_path):
     """After each step of five epochs, with and without data workers."""
     call(f"train.py {STEPS} 1 {micro_batch}", tmp_path)

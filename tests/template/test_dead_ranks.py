@@ -62,6 +62,7 @@ if os.environ.get("WAIT") == {name!r} and not os.path.exists({name!r}):
         time.sleep(0.1)
 """
 ALONE = {"check": "checkpoint is chosen", "save": "checkpoint is written", "end": "final weights"}
+SAVE_BY_DAY = [phase if phase == "save" else pytest.param(phase, marks=pytest.mark.night) for phase in ALONE]
 STEPS = f"{SMALL} --checkpoint_frequency 0 --logger_name csv --timeout 10"
 
 
@@ -85,7 +86,7 @@ def start_waiting(phase: str, waits: Path, cwd: Path) -> list[subprocess.Popen]:
     return processes
 
 
-@pytest.mark.parametrize("phase", ALONE)
+@pytest.mark.parametrize("phase", SAVE_BY_DAY)
 def test_what_rank_0_does_alone_may_take_longer_than_the_timeout(phase: str, waits, tmp_path):
     processes = start_waiting(phase, waits, tmp_path)
     time.sleep(15)
@@ -120,7 +121,7 @@ def test_the_others_notice_at_once_that_rank_0_has_died_alone(phase: str, waits,
     zero.communicate()
 
 
-@pytest.mark.parametrize("phase", ALONE)
+@pytest.mark.parametrize("phase", SAVE_BY_DAY)
 def test_rank_0_gives_up_after_the_timeout_if_another_was_frozen_meanwhile(phase: str, waits, tmp_path):
     zero, one = start_waiting(phase, waits, tmp_path)
     one.send_signal(signal.SIGSTOP)
@@ -210,7 +211,9 @@ def told(process: subprocess.Popen, last: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("fails, frozen, devices", [(0, 1, 2), (1, 0, 2), (2, 1, 3)])
+@pytest.mark.parametrize(
+    "fails, frozen, devices", [(0, 1, 2), (1, 0, 2), pytest.param(2, 1, 3, marks=pytest.mark.night)]
+)
 def test_an_error_of_one_rank_is_told_at_once_by_that_rank(fails: int, frozen: int, devices: int, tmp_path):
     """With its traceback, while another rank is frozen. What the others say then does not look like the cause."""
     error = 'raise ValueError("deliberate")'

@@ -234,6 +234,7 @@ def test_a_download_that_fails_is_told_by_the_process_that_tried_it(program, tmp
     assert not [*tmp_path.glob("*train_out")]
 
 
+@pytest.mark.night
 def test_test_py_waits_as_well(program, folder, tmp_path):
     (folder / "go").touch()
     call_env = {"DOWNLOAD": str(folder)}

@@ -92,6 +92,7 @@ while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
+@pytest.mark.night
 def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trained_twice(tmp_path):
     repo = insert_after(tmp_path / "repo", "run is finished", DIES_AT_THE_END)
     cwd = tmp_path / "run"
