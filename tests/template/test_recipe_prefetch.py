@@ -108,7 +108,7 @@ def test_without_a_gpu_no_stream_is_made(program: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.recipes
-@pytest.mark.parametrize("options", ["", "--num_workers 2"])
+@pytest.mark.parametrize("options", ["", pytest.param("--num_workers 2", marks=pytest.mark.night)])
 def test_a_run_with_it_is_that_without_it(options: str, ahead: Path, tmp_path: Path):
     """Also after a kill in the middle of an epoch, when a micro-batch more has been loaded than was trained on."""
     plain, whole, killed = tmp_path / "plain", tmp_path / "whole", tmp_path / "killed"

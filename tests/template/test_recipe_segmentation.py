@@ -121,6 +121,7 @@ def test_the_count_is_that_of_the_samples(program: Path, monkeypatch: pytest.Mon
 # ---- a run
 
 
+@pytest.mark.night
 def test_it_is_better_than_the_baseline_that_is_printed(program: Path, trained: Path, tmp_path: Path):
     text, _, baseline = run(f"{program}/scenes.py", tmp_path).stdout.rpartition(" ")
     assert text == "logistic regression of 15 x 15 pixels: iou"
@@ -128,6 +129,7 @@ def test_it_is_better_than_the_baseline_that_is_printed(program: Path, trained: 
     assert found["results"]["iou"] > 0.6 > 0.3 > float(baseline) > 0.2
 
 
+@pytest.mark.night
 def test_predictions_are_a_byte_for_each_pixel_and_give_the_same_iou(program: Path, trained: Path, scenes: dict):
     found, (classes, masks) = evaluate(program, trained)
     assert classes.dtype == masks.dtype == torch.uint8 and classes.shape == masks.shape == (400, 24, 24)
@@ -136,6 +138,7 @@ def test_predictions_are_a_byte_for_each_pixel_and_give_the_same_iou(program: Pa
     assert found["results"]["iou"] == pytest.approx(iou(classes, masks), rel=1e-6)
 
 
+@pytest.mark.night
 def test_two_processes_find_the_same(program: Path, trained: Path):
     one, (classes, masks) = evaluate(program, trained)
     two, (classes_of_two, masks_of_two) = evaluate(program, trained, run, ON_2)

@@ -47,6 +47,7 @@ def fixmatch(program: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 # ---- the method
 
 
+@pytest.mark.night
 def test_it_is_better_than_the_labelled_images_alone(program: Path, tmp_path: Path):
     """Of the images themselves, and of strong views of them: with as many steps, and the same augmentation."""
     accuracy = {}
