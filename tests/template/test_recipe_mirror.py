@@ -417,6 +417,7 @@ def end_of(process: subprocess.Popen, cwd: Path) -> str:
 
 
 @needs_s3
+@pytest.mark.night
 def test_a_server_that_comes_after_the_start_gets_the_run(held: Path, server: Server, cwd: Path):
     process = start(f"{held}/{LONG} --mirror {server.address}", cwd, **server.env)
     wait_for(lambda: process.poll() is not None or newest(cwd) == 30)
@@ -446,6 +447,7 @@ def test_a_server_that_dies_and_comes_back_gets_the_run_again(held: Path, server
 
 
 @needs_s3
+@pytest.mark.night
 def test_a_server_that_stays_away_costs_the_run_nothing(
     program: Path, server: Server, machines: list[Path], whole: Path
 ):

@@ -115,7 +115,7 @@ def kill_between(command: str, cwd: Path) -> int:
     return logged()
 
 
-@pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
 def test_a_killed_and_resumed_run_has_each_row_once(devices: str, program: Path, cwd: Path):
     """The rows between the checkpoint and the kill are of the killed process; those of csv are of the resumed one."""
     last = kill_between(f"{program}/{LONG} {devices}", cwd)
