@@ -31,14 +31,15 @@ torch.set_num_threads(1)  # as in the processes that are started: sums in the sa
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
-# 30 epochs of 8 steps, saved every second step, validated and logged once an epoch, four micro-batches a step. The
+# 15 epochs of 8 steps, saved every second step, validated and logged once an epoch, four micro-batches a step. The
 # constant schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
 # was long from the start.
 LONG = (
-    "train.py --accelerator cpu --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
+    "train.py --accelerator cpu --epochs 15 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
     "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
 )
-SLOW = LONG.replace("--epochs 30", "--epochs 3000")  # never ends by itself
+STEPS = 120  # of LONG
+SLOW = LONG.replace("--epochs 15", "--epochs 3000")  # never ends by itself
 # A new run with two checkpoints: the first is the best, the second is not, and the first goes.
 TWO_SAVES = (
     f"train.py {SMALL} --max_steps 4 --checkpoint_interval 2 --val_interval 2 --log_interval 1 --num_checkpoint_keep 1 "
@@ -247,7 +248,7 @@ def assert_stopped_and_saved(done: subprocess.CompletedProcess, cwd: Path) -> No
     """The run says that it was stopped, after which step, and how to go on; and has a checkpoint of that step."""
     assert done.returncode == PREEMPTED, done.stderr
     step = int(re.search(r"stopped after (\d+) of", done.stdout)[1])
-    assert step == newest(cwd) < 240
+    assert step == newest(cwd) < STEPS
     assert f"--resume {run_dir(cwd).name}" in done.stdout
     assert not (run_dir(cwd) / "model.pt").exists()
     assert "Traceback" not in done.stderr

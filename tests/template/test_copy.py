@@ -82,9 +82,13 @@ def copy_project_tests(program: Path) -> None:
     shutil.copy(REPO / "pyproject.toml", program)
 
 
-def run_project_tests(program: Path, words: str = "") -> subprocess.CompletedProcess:
-    """Runs the tests of a project in a copy of the programs; or those that -k selects."""
+def run_project_tests(program: Path, words: str = "", is_fresh: bool = False) -> subprocess.CompletedProcess:
+    """Runs the tests of a project in a copy of the programs; or those that -k selects. Unless it is fresh, the second
+    of two processes has imported torch before, too, and has the hashes of the first."""
     copy_project_tests(program)
+    if not is_fresh:
+        with_text(program, "tests/test_project.py", ("subprocess.Popen if is_fresh else zygote.popen", "zygote.popen"))
+        with_text(program, "tests/zygote.py", ("FORK_RANKS = False", "FORK_RANKS = True"))
     return run_pytest(program, words)
 
 
@@ -124,7 +128,7 @@ def test_it_passes_after_all_edits_of_the_readme(tmp_path: Path):
 @pytest.mark.night
 @pytest.mark.parametrize("number", range(len(DIFFS)))
 def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
-    assert_passes(run_project_tests(edited(DIFFS[number], tmp_path)))
+    assert_passes(run_project_tests(edited(DIFFS[number], tmp_path), is_fresh=True))
 
 
 def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_deleted(tmp_path: Path):
@@ -180,7 +184,7 @@ def test_it_says_that_a_random_validation_is_not_compared(tmp_path: Path):
 @pytest.mark.night
 def test_it_passes_with_a_list_in_a_file_of_ones_own(tmp_path: Path):
     program = insert_after(tmp_path, "step is done", 'torch.save([step], run.path / f"{step}.pt")')
-    done = run_project_tests(program, "same_files")
+    done = run_project_tests(program, "same_files and not elsewhere")
     assert done.returncode == 0, done.stdout
 
 
@@ -200,13 +204,14 @@ def test_it_fails_where_random_numbers_are_not_seeded(tmp_path: Path):
         tmp_path, "batch", f"generator = torch.Generator()\ngenerator.seed()\nimages = images + {noise}"
     )
     assert_fails(
-        run_project_tests(program, "same_bits or same_history"), "test_a_run_that_was_killed_and_resumed_has_the_same_"
+        run_project_tests(program, "same_history and not elsewhere"),
+        "test_a_run_that_was_killed_and_resumed_has_the_same_history",
     )
 
 
 def test_it_names_the_module_that_draws_numbers_of_its_own(tmp_path: Path):
     program = with_noise(tmp_path, "torch.rand(x.shape, generator=self.generator)")
-    done = run_project_tests(program, "same_bits and here")
+    done = run_project_tests(program, "same_bits and not elsewhere")
     assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
     assert "Two equal runs differ, first in step 1, micro-batch 0, output of layers.1: " in done.stdout
 
@@ -214,7 +219,7 @@ def test_it_names_the_module_that_draws_numbers_of_its_own(tmp_path: Path):
 def test_it_names_the_module_that_is_not_restored(tmp_path: Path):
     """And the first step after the checkpoint."""
     program = with_noise(tmp_path, "self.count()")
-    done = run_project_tests(program, "same_bits and here")
+    done = run_project_tests(program, "same_bits and not elsewhere")
     assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
     assert (
         "Two equal runs do not differ. The resumed run does, first in step 7, micro-batch 12, output of layers.1."
@@ -257,7 +262,8 @@ def test_it_fails_where_a_tensor_is_not_in_state(tmp_path: Path):
     program = insert_after(tmp_path, "set-up is done", "factor = torch.ones(())")
     insert_before(program, "optimizer steps", "factor *= 0.9\nnext(model.parameters()).grad *= factor")
     assert_fails(
-        run_project_tests(program, "same_bits or same_history"), "test_a_run_that_was_killed_and_resumed_has_the_same_"
+        run_project_tests(program, "same_history and not elsewhere"),
+        "test_a_run_that_was_killed_and_resumed_has_the_same_history",
     )
 
 
@@ -277,7 +283,8 @@ def test_it_fails_where_a_second_stream_of_data_begins_anew(tmp_path: Path):
         ),
     )
     assert_fails(
-        run_project_tests(program, "same_inputs"), "test_a_run_that_was_killed_and_resumed_has_the_same_inputs"
+        run_project_tests(program, "same_inputs and not elsewhere"),
+        "test_a_run_that_was_killed_and_resumed_has_the_same_inputs",
     )
 
 
@@ -286,7 +293,8 @@ def test_it_fails_where_numbers_are_drawn_before_the_step_is_seeded(tmp_path: Pa
     seeded = "        set_step_seed(step)"
     program = with_text(tmp_path, "train.py", (seeded, f"        factor = 1 + torch.rand(())\n{seeded}"))
     insert_before(program, "optimizer steps", "next(model.parameters()).grad *= factor")
-    assert_fails(run_project_tests(program, "same_bits"), "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
+    done = run_project_tests(program, "same_bits and not elsewhere")
+    assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
 
 
 @pytest.mark.parametrize(
@@ -300,14 +308,15 @@ def test_it_fails_where_class_numbers_come_from_a_set(words: str, test: str, tmp
     """Whose order differs between two interpreters."""
     program = insert_before(tmp_path, "target tensor line", "names = list({str(name) for name in range(10)})")
     with_text(program, "data.py", ("torch.tensor(targets,", "torch.tensor([int(names[i]) for i in targets],"))
-    assert_fails(run_project_tests(program, words), test)
+    assert_fails(run_project_tests(program, words, is_fresh=True), test)
 
 
 def test_it_fails_where_a_dataset_draws_from_a_generator_of_its_own(tmp_path: Path):
     program = insert_before(tmp_path, "build_datasets", "OWN = np.random.default_rng(0)\n\n")
     insert_after(program, "fetch", "index = index[torch.as_tensor(OWN.permutation(len(index)))]")
     assert_fails(
-        run_project_tests(program, "same_inputs and here"), "test_a_run_that_was_killed_and_resumed_has_the_same_inputs"
+        run_project_tests(program, "same_inputs and not elsewhere"),
+        "test_a_run_that_was_killed_and_resumed_has_the_same_inputs",
     )
 
 
@@ -320,7 +329,8 @@ def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Pat
         "mean_loss = 0.9 * mean_loss + 0.1 * loss.item()\nnext(model.parameters()).grad /= mean_loss",
     )
     assert_fails(
-        run_project_tests(program, "same_bits and here"), "test_a_run_that_was_killed_and_resumed_has_the_same_bits"
+        run_project_tests(program, "same_history and not elsewhere"),
+        "test_a_run_that_was_killed_and_resumed_has_the_same_history",
     )
 
 
@@ -337,7 +347,10 @@ def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Pat
 def test_it_fails_where_a_file_of_ones_own_begins_anew(write: str, tmp_path: Path):
     program = insert_before(tmp_path, "loop begins", "losses = []")
     insert_after(program, "step is done", f"losses.append(loss.item())\n{write}")
-    assert_fails(run_project_tests(program, "same_files"), "test_a_run_that_was_killed_and_resumed_has_the_same_files")
+    assert_fails(
+        run_project_tests(program, "same_files and not elsewhere"),
+        "test_a_run_that_was_killed_and_resumed_has_the_same_files",
+    )
 
 
 def test_it_fails_where_each_process_draws_its_own_numbers(tmp_path: Path):

@@ -22,6 +22,7 @@ from conftest import (
     REPO,
     SLOW,
     SMALL,
+    STEPS,
     assert_same_best,
     assert_same_run,
     assert_same_training,
@@ -258,14 +259,14 @@ def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path):
 
 def test_a_finished_run_is_extended_and_lists_what_changed(whole, tmp_path):
     call(f"{LONG} --epochs 3", tmp_path)
-    done = call(f"train.py --resume {run_dir(tmp_path).name} --epochs 30 --num_checkpoint_keep 2", tmp_path)
+    done = call(f"train.py --resume {run_dir(tmp_path).name} --epochs 15 --num_checkpoint_keep 2", tmp_path)
     assert_same_run(tmp_path, whole)
     assert_same_best(tmp_path, whole)
     assert len(list(tmp_path.glob("*/checkpoints/step-*.ckpt"))) == 2
     config = yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())
     assert set(config) == {field.name for field in fields(TrainConfig)} - {"resume", "config_path"}
-    assert (config["epochs"], config["num_checkpoint_keep"], config["micro_batch_size"]) == (30, 2, 16)
-    for option, old, new in (("epochs", 3, 30), ("num_checkpoint_keep", 3, 2)):
+    assert (config["epochs"], config["num_checkpoint_keep"], config["micro_batch_size"]) == (15, 2, 16)
+    for option, old, new in (("epochs", 3, 15), ("num_checkpoint_keep", 3, 2)):
         assert re.search(rf"--{option} {new}\b.* {old}\b", done.stdout), f"{option} is not listed"
 
 
@@ -274,7 +275,7 @@ def test_a_run_that_was_ended_with_fewer_steps_than_it_has_made_can_be_made_long
     step = newest(cwd)
     assert f"finished after {step} of 8 steps" in call("train.py --resume auto --max_steps 8", cwd).stdout
     assert "is finished" in call("train.py --resume auto --max_steps 8", cwd).stdout
-    assert "finished after 240 of 240 steps" in call("train.py --resume auto --max_steps 0", cwd).stdout
+    assert f"finished after {STEPS} of {STEPS} steps" in call("train.py --resume auto --max_steps 0", cwd).stdout
     assert_same_run(cwd, whole)
 
 

@@ -19,6 +19,7 @@ from conftest import (
     ON_2,
     REPO,
     SMALL,
+    STEPS,
     assert_same_run,
     call,
     history,
@@ -204,7 +205,7 @@ def drawn(cwd: Path, rank: int) -> dict[str, tuple]:
     """The numbers of each step. A step that was done again, after a resume, has drawn the same."""
     lines = {tuple(line.split()) for line in (cwd / f"drawn_{rank}").read_text().splitlines()}
     found = {step: numbers for step, *numbers in lines}
-    assert len(found) == len(lines) == 240
+    assert len(found) == len(lines) == STEPS
     return found
 
 
@@ -215,7 +216,7 @@ def test_what_is_drawn_at_the_top_of_a_step_is_the_same_on_all_ranks_and_after_a
     for cwd, rank in ((whole, 1), (killed, 0), (killed, 1)):
         assert drawn(cwd, rank) == expected
     for column in zip(*expected.values(), strict=True):
-        assert len(set(column)) == 240, "another in each step"
+        assert len(set(column)) == STEPS, "another in each step"
     call(f"{program}/{LONG}", tmp_path)
     assert drawn(tmp_path, 0) == expected
 
