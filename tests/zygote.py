@@ -32,7 +32,7 @@ SHARED = (
 )
 PR_SET_CHILD_SUBREAPER = 36
 # How variables begin that no import reads: a fork may have others than the zygote.
-LATE = ("PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL")
+LATE = ("HOME", "PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL")
 FORK_RANKS = False
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -26,7 +26,9 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 import zygote  # noqa: E402
 
 zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
-torch.set_num_threads(1)  # as in the processes that are started: sums in the same order, equal in every bit
+# One thread, here and in the processes that are started: sums in the same order, equal in every bit.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
@@ -74,7 +76,7 @@ def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.
     return zygote.popen(
         [interpreter, str(repo / script), *options.split()],
         cwd=cwd,
-        env=clean_environment() | {"OMP_NUM_THREADS": "1"} | env,
+        env=clean_environment() | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -185,7 +185,6 @@ def test_the_timeout_of_the_strategy_is_that_of_the_process_group(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
         monkeypatch.setenv(name, "0")  # to be restored: Fabric sets them
         monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # otherwise Fabric would set the number of threads
     given = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: given.update(options))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
@@ -201,7 +200,7 @@ from lightning.fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
 fabric.launch()
 if fabric.global_rank == 1:
-    os._exit(int(sys.argv[1]))
+    os._exit(int(sys.argv[-1]))
 (observer,) = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
 observer.join()
 os._exit(7)
@@ -212,7 +211,7 @@ os._exit(7)
 def test_fabric_kills_rank_0_where_another_process_ends_with_another_code_than_0(code: int, code_of_rank_0, tmp_path):
     """So launch.own_code is 0 in a process that Fabric has started: rank 0 may be closing its files."""
     (tmp_path / "ends.py").write_text(ENDS)
-    run(f"{tmp_path}/ends.py {code}", tmp_path, code=code_of_rank_0)
+    run(f"{tmp_path}/ends.py --devices 2 {code}", tmp_path, code=code_of_rank_0)
 
 
 def warned(function, is_filtered: bool = False) -> list[str]:

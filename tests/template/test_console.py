@@ -181,7 +181,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].startswith("next: ")
 
 
-@pytest.mark.parametrize("reader", ["| true", ">/dev/full"])
+@pytest.mark.parametrize("reader", ["| true", pytest.param(">/dev/full", marks=pytest.mark.night)])
 def test_what_is_said_before_and_after_the_loop_needs_no_reader(reader: str, tmp_path: Path):
     """A resume says what changes, test.py which run it took: before torch is there, and the results behind it."""
     call(f"train.py {SMALL} --epochs 1", tmp_path)
@@ -192,7 +192,10 @@ def test_what_is_said_before_and_after_the_loop_needs_no_reader(reader: str, tmp
     assert last_summary(tmp_path)["step"] == 8 and (run_dir(tmp_path) / "test_test_best.json").exists()
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    ["<&- >&- 2>&-", pytest.param(">&-", marks=pytest.mark.night), pytest.param("2>&-", marks=pytest.mark.night)],
+)
 def test_a_run_needs_no_stdout_and_no_stderr(closed: str, tmp_path: Path):
     command = f"exec {sys.executable} {REPO}/train.py {SMALL} {closed}"
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=clean_environment()).returncode == 0

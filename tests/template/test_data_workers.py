@@ -58,7 +58,7 @@ def test_a_small_dev_shm_is_told_by_the_data_worker_and_named_in_the_last_line(t
 
 
 def test_no_data_worker_is_left_after_a_run(tmp_path):
-    process, pids = started(tmp_path, "--num_workers 2 --epochs 60")
+    process, pids = started(tmp_path, "--num_workers 2 --epochs 20")
     assert len(pids) == 5  # two of the training, two of the validation
     assert end_of(process, pids) == []
     assert process.returncode == 0

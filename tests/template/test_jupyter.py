@@ -45,7 +45,7 @@ class Kernel:
         from jupyter_client import KernelManager
 
         self.manager = KernelManager(connection_file=str(folder / "kernel.json"))
-        env = clean_environment() | {"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython")}
+        env = clean_environment() | {"IPYTHONDIR": str(folder / "ipython")}
         self.manager.start_kernel(cwd=str(folder), env=env)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -206,7 +206,7 @@ def debug(command: list[str], folder: Path, *lines: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=clean_environment() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},  # python -i would read ahead
+        env=clean_environment() | {"PYTHONUNBUFFERED": "1"},  # python -i would read ahead
         input="\n".join([*lines, ""]),
         capture_output=True,
         text=True,

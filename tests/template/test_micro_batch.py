@@ -47,7 +47,7 @@ def test_the_largest_that_fits_into_a_limit_of_memory_is_found(program: Path, cw
     insert_after(program, "batch", room)
     insert_before(program, "run is finished", 'print([line for line in open("/proc/self/status") if "VmPeak" in line])')
     options = "--accelerator cpu --width 4 --effective_batch_size 64"
-    environment = clean_environment() | {"OMP_NUM_THREADS": "1"}
+    environment = clean_environment()
     one = [sys.executable, program / "train.py", *options.split(), "--fast_run", "--micro_batch_size", "1"]
     printed = subprocess.run(one, cwd=cwd, env=environment, capture_output=True, text=True, check=True).stdout
     limit = int(re.search(r"VmPeak:\\t +(\d+) kB", printed)[1]) + 19 * 2**16

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, clean_environment, diffs, edited
+from conftest import REPO, call, clean_environment, diffs, edited, run
 
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig
@@ -85,11 +85,11 @@ def test_command(command: str, checkout: Path):
     command = command.removeprefix(".venv/bin/")
     command = " ".join([command, *(options for word, options in SHORT.items() if word in command)])
     interpreter, _, script = command.partition(" ")
-    if interpreter == "python" and "--devices 2" not in command and not script.startswith("-"):
-        call(f"{checkout}/{script}", checkout)
+    if interpreter == "python" and not script.startswith("-"):
+        (run if "--devices 2" in command else call)(f"{checkout}/{script}", checkout)
         return
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = clean_environment() | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = clean_environment() | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, shell=True, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
@@ -126,11 +126,10 @@ def test_the_loss_and_the_loop_are_shown_as_they_are(page: str):
 def test_the_trained_model_can_be_used_elsewhere(tmp_path: Path):
     call(f"train.py {SMALL} --out_dir used", tmp_path)
     *_, code = python_of(README)
-    (run,) = tmp_path.glob("*-used")
-    code = code.replace("20261122-102325-train_out", run.name)
-    env = clean_environment() | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert re.fullmatch(r"tensor\(\d\)\n", done.stdout), done.stderr
+    (folder,) = tmp_path.glob("*-used")
+    code = code.replace("20261122-102325-train_out", folder.name)
+    (tmp_path / "use.py").write_text(f"import sys\n\nsys.path.insert(0, {str(REPO)!r})\n{code}")
+    assert re.fullmatch(r"tensor\(\d\)\n", run(f"{tmp_path}/use.py", tmp_path).stdout)
 
 
 def test_both_languages_show_the_same():

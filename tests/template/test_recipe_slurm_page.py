@@ -115,7 +115,7 @@ def test_the_stacks_tell_which_process_the_others_wait_for(tmp_path: Path):
         subprocess.Popen(
             [sys.executable, program / "train.py", *SLOW.split()[1:], "--num_nodes", "2", "--devices", "1"],
             cwd=tmp_path,
-            env=clean_environment() | {"OMP_NUM_THREADS": "1", "NODE_RANK": str(rank)} | env,
+            env=clean_environment() | {"NODE_RANK": str(rank)} | env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import re
+import signal
 import sysconfig
 import time
 from functools import cache
@@ -23,6 +24,8 @@ from conftest import (
     assert_same_run,
     call,
     history,
+    interrupt,
+    kill_group,
     killed_and_resumed,
     on_one_and_two,
     run,
@@ -158,7 +161,8 @@ def test_2_processes_train_like_1_with_dropout_and_augmentation(runs):
     assert_same_training(runs("1 process"), runs("2 processes"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("fabric run", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("launcher", ["torchrun", "fabric run"])
 def test_a_launcher_from_outside_gives_one_run_with_the_same_weights(runs, launcher):
     assert len(list(runs(launcher).cwd.iterdir())) == 1
     torch.testing.assert_close(weights(runs(launcher)), weights(runs("2 processes")), atol=0, rtol=0)
@@ -226,14 +230,14 @@ def test_what_is_drawn_in_compute_loss_is_the_same_with_workers_and_after_a_resu
     program = insert_before(tmp_path / "program", "functions", "import random\n\nimport numpy\n\n\n")
     drawn = "(torch.rand(()) + numpy.random.rand() + random.random())"
     replace(program, "values", f'{{"loss": F.cross_entropy(logits, targets) * {drawn}, "drawn": {drawn}}}')
-    folders = []
-    for workers in (0, 2):
-        (tmp_path / f"{workers} workers").mkdir()
-        folders += killed_and_resumed(f"{program}/{LONG} --num_workers {workers}", tmp_path / f"{workers} workers")
-    for other in folders[1:]:
-        assert_same_run(other, folders[0])
-    assert len({row["val/drawn"] for row in history(folders[0])}) == 1, "a validation draws the same each time"
-    assert len({row["train/drawn"] for row in history(folders[0])}) == 30
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    call(f"{program}/{LONG}", whole)
+    assert interrupt(f"{program}/{LONG} --num_workers 2", killed, kill_group).returncode == -signal.SIGKILL
+    call(f"{program}/train.py --resume auto", killed)
+    assert_same_run(killed, whole)
+    assert len({row["val/drawn"] for row in history(whole)}) == 1, "a validation draws the same each time"
+    assert len({row["train/drawn"] for row in history(whole)}) == 15
 
 
 # ---- learning
