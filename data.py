@@ -82,6 +82,8 @@ class ImageDataset(Dataset):
     def __init__(self, images: Tensor, targets: Tensor, num_classes: int, shift: int = 0):
         if images.ndim != 4:
             raise ValueError(f"images: expected (samples, channels, height, width), not {tuple(images.shape)}")
+        if len(images) != len(targets):
+            raise ValueError(f"images and targets: {len(images)} images, but {len(targets)} targets")
         self.images = images
         self.targets = targets
         self.num_classes = num_classes

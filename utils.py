@@ -140,7 +140,8 @@ def as_scalars(values: Any) -> dict:
     scalars = {}
     for name, value in values.items():
         if not is_scalar(value):
-            raise RunError(f"compute_loss: `{name}` is not a number or a tensor of one, but {value!r:.200}")
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.200}"
+            raise RunError(f"compute_loss: `{name}` is not a number or a tensor of one, but {given}")
         scalars[name] = torch.as_tensor(value).detach()
     return scalars
 

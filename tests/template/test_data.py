@@ -189,6 +189,11 @@ def test_images_that_are_not_shifted_are_not_copied():
     assert {tensor.data_ptr() for tensor in tensors} == {images.data_ptr()}
 
 
+def test_as_many_targets_as_images_are_asked_for():
+    with pytest.raises(ValueError, match="2 images, but 3 targets"):
+        ImageDataset(torch.zeros(2, 1, 8, 8), torch.arange(3), num_classes=3)
+
+
 def test_shift_moves_the_image_and_fills_with_background():
     image = torch.zeros(1, 1, 5, 5)  # zero is the darkest value
     image[0, 0, 2, 2] = 1

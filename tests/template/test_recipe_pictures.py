@@ -127,6 +127,14 @@ def test_without_a_mistake_there_is_no_picture(pictures: ModuleType, tmp_path: P
     assert not any(tmp_path.iterdir())
 
 
+def test_predictions_of_another_shape_have_no_picture(pictures: ModuleType, tmp_path: Path, capsys):
+    """As of each pixel, with segmentation.patch."""
+    predictions = [torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)]
+    pictures.write_wrong(predictions, build_datasets(TrainConfig())["test"], tmp_path / "wrong.png")
+    assert capsys.readouterr().out == "no wrong.png: the predictions are not one class of each sample\n"
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_training_is_that_without_the_recipe(trained: Path, tmp_path: Path):
     call(f"train.py {SMALL} --logger_name csv", tmp_path)
     torch.testing.assert_close(weights(trained), weights(tmp_path), atol=0, rtol=0)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from edits import copy_programs, replace
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
 *_, MERGE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+OWN = re.search(r"`(git diff .+?)`", PAGE)[1]
 CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
 
 
@@ -69,7 +71,7 @@ def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
     shell(MERGE, project)
     assert_both_edits_train(project)
     assert shell("git merge-base HEAD template/main", project).strip() == later
-    own = shell("git diff template/main -- '*.py'", project)
+    own = shell(OWN, project)
     assert "torch.optim.SGD" in own and "smooth" not in own
 
 
@@ -106,11 +108,16 @@ def test_what_was_deleted_stays_away_and_a_readme_of_ones_own_is_kept(template: 
 
 
 def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Path, tmp_path: Path):
-    copied = shell("git rev-parse HEAD", template).strip()
+    """Though it has deleted more lines than it has edited."""
+    (template / "tests" / "template").mkdir(parents=True)
+    (template / "tests" / "template" / "test_loop.py").write_text("assert True\n" * 1000)
+    (template / "model.py").write_text((REPO / "model.py").read_text() + "\n# later\n")
+    copied = commit(template, "copied, with tests")
     commit(edit_loss(template), "another loss")
     project = tmp_path / "project"
     project.mkdir()
     edit_optimizer(project)
+    shutil.copy(template / "model.py", project)
     *_, last = shell(COPY.replace("URL", str(template)), project).splitlines()
     assert last.split()[1] == copied
 
