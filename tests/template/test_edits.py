@@ -354,7 +354,10 @@ def test_a_validation_leaves_a_model_in_the_mode_it_was_in(precision: str, progr
     [
         (LOSS, "must return, first, a dict of means with one named `loss`, not a Tensor"),
         (f'{{"nll": {LOSS}}}', NO_LOSS),
-        (f'{{"loss": {LOSS}, "each": logits[:4]}}', "`each` is not a number or a tensor of one, but a tensor of shape (4, 10)"),
+        (
+            f'{{"loss": {LOSS}, "each": logits[:4]}}',
+            "`each` is not a number or a tensor of one, but a tensor of shape (4, 10)",
+        ),
         (f'{{"loss": {LOSS}, "name": "text"}}', "`name` is not a number or a tensor of one, but 'text'"),
         (f'{{"loss": {LOSS}.detach()}}', NO_LOSS),
         (f'{{"loss": {LOSS}.item()}}', NO_LOSS),
