@@ -76,6 +76,7 @@ def test_on_two_devices_the_size_is_that_of_each(program: Path, cwd: Path):
     assert "3 micro_batch_size x 4 grad_accum_steps" in run(f"{program}/{command} --fast_run", cwd).stdout
 
 
+@pytest.mark.night
 def test_where_nothing_fits_it_says_so(program: Path, cwd: Path):
     failing_above(0, OUT_OF_MEMORY, program)
     found = run(f"{program}/{FIND} --effective_batch_size 2", cwd, code=1)
@@ -83,7 +84,7 @@ def test_where_nothing_fits_it_says_so(program: Path, cwd: Path):
     assert found.stderr == "micro_batch.py: error: not even --micro_batch_size 1 fits\n"
 
 
-@pytest.mark.parametrize("point", ["batch", "step is done"])
+@pytest.mark.parametrize("point", ["batch", pytest.param("step is done", marks=pytest.mark.night)])
 def test_a_rehearsal_that_is_killed_does_not_fit_and_is_removed(point: str, program: Path, cwd: Path):
     """As Linux kills where the machine is out of memory. Its folder is empty at first. Others stay."""
     condition = "len(targets) > 1 and model.training" if point == "batch" else "plan.micro_batch_size > 1"
@@ -127,7 +128,7 @@ def test_another_failure_is_told_as_it_is(code: str, message: str, exit_code: in
     assert re.search(rf"^micro_batch.py: error: .+/train.py {words} ended with", last_line(found.stderr))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.night)])
 def test_a_signal_ends_it_and_the_rehearsal(number: int, program: Path, cwd: Path):
     failing_above(0, "Path('begun').touch(); time.sleep(300)", program)
     process = start(f"{program}/{FIND} --root_dir runs --effective_batch_size 2", cwd)
