@@ -75,6 +75,10 @@ def combinations(choices: dict) -> list[dict]:
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def words_of(options: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
@@ -98,6 +102,7 @@ class Sweep:
             fixed = {name: value for name, value in content.items() if name not in {*choices, *averaged}}
         self.words = [*words_of(fixed), *args.options]
         self.averaged = combinations(averaged)
+        self.averaged_sizes = [plural(len(values), name) for name, values in averaged.items()]  # as "2 seeds"
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
         self.points = [{}] * args.trials if dict in map(type, choices.values()) else grid  # what is not drawn of each
         configs = [cli.parse_train([*self.words, *words_of(point | own)]) for point in grid for own in self.averaged]
@@ -128,6 +133,24 @@ class Sweep:
     def trials(self) -> dict[int, FrozenTrial]:
         """The newest trial of each point."""
         return {trial.user_attrs["number"]: trial for trial in self.study.get_trials(deepcopy=False)}
+
+    def count(self) -> tuple[int, int, int]:
+        """The number of all points, of those that are left, and of those that have a result."""
+        states = [trial.state for trial in self.trials().values()]
+        points = max(len(states), len(self.points))
+        done = states.count(TrialState.COMPLETE)
+        return points, points - done - states.count(TrialState.PRUNED), done
+
+    def announce(self):
+        """Prints how much there is to train, and where its output is. The first trial may take hours."""
+        points, left, _ = self.count()
+        if not left:
+            return
+        product = " x ".join([plural(points, "point"), *self.averaged_sizes])
+        runs = plural(points * len(self.averaged), "run")
+        before = f"; {plural(points - left, 'point')} done" if left < points else ""
+        jobs = min(self.args.jobs, left)
+        cli.say(f"{product} = {runs}, {jobs} at a time{before}; trial N prints to {self.folder}/N.log")
 
     def next_trial(self) -> tuple[Trial, TextIO] | None:
         """A trial of a point that was left, has failed or is new, and its locked output; None if there is none."""
@@ -225,17 +248,15 @@ class Sweep:
 
     def summarize(self) -> int:
         """Prints what came out and what to do next, and returns the exit code."""
-        states = [trial.state for trial in self.trials().values()]
-        done = states.count(TrialState.COMPLETE)
-        unfinished = len(states) - done - states.count(TrialState.PRUNED)
-        if unfinished:
-            cli.say(f"{unfinished} of {len(states)} trials have no result yet: the same command goes on with them")
+        points, left, done = self.count()
+        if left:
+            cli.say(f"{left} of {points} points have no result yet: the same command goes on with them")
         if done:
             best = self.study.best_trial
             cli.say(f"best {self.monitor} {best.value:.5g} of {done} trials: {best.params}")
             for run_dir in best.user_attrs["run_dirs"]:
                 cli.say(f"next: python test.py --out_dir {shlex.quote(run_dir)}")
-        return PREEMPTED if self.stopping.is_set() else int(unfinished > 0)
+        return PREEMPTED if self.stopping.is_set() else int(left > 0)
 
 
 def devices(jobs: int) -> list[str | None]:
@@ -271,6 +292,7 @@ def main() -> int:
         sweep = Sweep(args)
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
+        sweep.announce()
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(sweep.work, devices(args.jobs)))
     except (ConfigError, OSError) as error:

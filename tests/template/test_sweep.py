@@ -7,6 +7,7 @@ import resource
 import runpy
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,21 @@ def test_a_sweep_that_is_done_trains_nothing(alone):
     assert done.stdout.splitlines() == (alone / "printed").read_text().splitlines()[-3:]
 
 
+def test_the_first_line_says_how_much_is_trained_and_where_the_outputs_are(alone):
+    first = (alone / "printed").read_text().splitlines()[0]
+    assert first == "2 points x 2 seeds = 4 runs, 2 at a time; trial N prints to grid.sweep/N.log"
+
+
+def test_git_takes_neither_runs_nor_sweeps_for_files_of_the_project(alone, tmp_path):
+    shutil.copy(REPO / ".gitignore", tmp_path)
+    for path in alone.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / path.name)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    listed = subprocess.check_output(["git", "ls-files", "--others", "--exclude-standard"], cwd=tmp_path, text=True)
+    assert listed == ".gitignore\n"
+
+
 @pytest.mark.parametrize("stop", ["SIGKILL", "SIGINT"])
 def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_alone(stop, alone, tmp_path):
     (tmp_path / "grid.yaml").write_text(GRID)
@@ -128,7 +144,9 @@ def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_
         process.communicate()
     else:
         process.send_signal(signal.SIGINT)
-        assert "the runs save" in process.communicate()[0] and process.returncode == PREEMPTED
+        out = process.communicate()[0]
+        assert "the runs save" in out and process.returncode == PREEMPTED
+        assert out.endswith("2 of 2 points have no result yet: the same command goes on with them\n")
     both = [start(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path) for _ in range(2)]
     for process in both:
         out, err = process.communicate()
@@ -158,6 +176,7 @@ def test_a_run_that_has_not_ended_with_its_sweep_is_waited_for(cwd):
     kill_group(process)
     process.communicate()
     process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
+    assert process.stdout.readline().startswith("2 points = 2 runs, 1 at a time; ")
     assert process.stdout.readline().startswith("trial 1: ")
     assert processes(cwd) == {held}
     os.kill(held, signal.SIGCONT)
@@ -219,7 +238,8 @@ def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(numb
     out, err = process.communicate()
     assert process.returncode == 1, out + err
     assert f"trial 0: grid-0-width=4 ended with code {code}, see grid.sweep/0.log: " in out
-    assert out.endswith("1 of 1 trials have no result yet: the same command goes on with them\n")
+    assert out.startswith("1 point = 1 run, 1 at a time; ")
+    assert out.endswith("1 of 1 points have no result yet: the same command goes on with them\n")
     out = run(command, cwd).stdout
     assert {*bests(cwd)} == {"grid-0-width=4"}  # in one directory
     assert "resumed from" in (run_dir / "train.log").read_text()
@@ -241,8 +261,9 @@ def test_the_same_command_goes_on_with_a_run_whose_disk_was_full(tmp_path):
 def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
     shutil.copytree(alone, tmp_path / "copy")
     journal = tmp_path / "copy" / "grid.sweep" / "journal"
-    os.truncate(journal, journal.stat().st_size - 3)  # the last trial has no value any more
-    run(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path / "copy")
+    os.truncate(journal, journal.read_bytes().rindex(b'"values":['))  # the last trial has no value any more
+    out = run(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", tmp_path / "copy").stdout
+    assert out.startswith("2 points x 2 seeds = 4 runs, 1 at a time; 1 point done; trial N prints to ")
     assert values(tmp_path / "copy") == values(alone)
     assert bests(tmp_path / "copy") == bests(alone)
 
@@ -259,7 +280,8 @@ def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
 
 def test_points_of_ranges_are_drawn(tmp_path):
     (tmp_path / "s.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2, log: true}\nwidth: {low: 4, high: 8, step: 2}\n")
-    run(f"{SWEEP} s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path)
+    out = run(f"{SWEEP} s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
+    assert out.startswith("2 points = 2 runs, 1 at a time; ")
     for trial in trials(tmp_path, "s"):
         assert 1e-3 <= trial.params["base_lr"] <= 1e-2 and trial.params["width"] in (4, 6, 8)
     assert len(bests(tmp_path)) == 2
