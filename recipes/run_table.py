@@ -8,11 +8,13 @@ import operator
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import zip_longest
 from pathlib import Path
+from statistics import mean, stdev
 
 import yaml
 from simple_parsing.utils import flatten_join
@@ -21,10 +23,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from config import ConfigError, TrainConfig, mode_of  # noqa: E402 - it imports no torch
 
 NO_COLUMNS = ("path", "run", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
+AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
 RESULTS = ("best", "best_step", "step", "time", "state")
 # Of a table that is too wide, these columns are left out first, then the options, the last first.
 LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step")
-ALWAYS_SHOWN = ("run", "best", "mean", "std", "n", "state")
+# Values of other metrics, or of other code, cannot be compared: where these differ, that must be seen.
+ALWAYS_SHOWN = ("run", "monitor", "code", "best", "mean", "std", "n", "repeated", "state")
 LONGEST = 16  # characters of a text in a table that is too wide
 TIMESTAMP = r"^\d{8}-\d{6}-"  # with which the name of a run begins
 ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -77,6 +81,13 @@ def read_parent(file) -> str:
     return f"{Path(parent['path']).parent.parent.name} step {parent['step']}"
 
 
+def read_code(path: Path) -> str | None:
+    """The names of all versions of the code with which a run has trained. After a resume with an edit, or in a fork,
+    there are several: its best value may come from each of them. None if it has kept no code."""
+    folders = (path / "provenance").glob("code-????????")  # not *.tmp, left by a kill
+    return ",".join(sorted(folder.name for folder in folders)) or None
+
+
 def read_mode(options: dict) -> str:
     """Whether the "max" or the "min" of the monitored value is best; nothing of options that are damaged."""
     try:
@@ -95,6 +106,9 @@ def read_run(path: Path) -> dict:
         state = "running"
     run = {"path": path, "run": path.name, "parent": read(path / "provenance" / "parent.json", read_parent, None)}
     run |= read(path / "config.yaml", read_options, {})
+    if passes(run.get("max_steps"), ">", "0"):
+        run.pop("epochs", None)  # has no effect
+    run["code"] = read_code(path)
     run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
     return run | {"time": summary.get("seconds"), "state": state}
 
@@ -154,6 +168,37 @@ def place(value, mode: str = "") -> tuple:
     if isinstance(value, float):
         return 0, -value if mode == "max" else value
     return 2 if value is None else 1, str(value)
+
+
+# ---- group them
+
+
+def one_per_seed(runs: list[dict]) -> list[dict]:
+    """A run for each seed and fold: the newest that has finished, or the newest."""
+    found = {}
+    for run in sorted(runs, key=lambda run: run["state"] == "finished"):  # keeps the order of those that are equal
+        found[tuple(run.get(name) for name in AVERAGED)] = run
+    return [*found.values()]
+
+
+def grouped(runs: list[dict], names: list[str]) -> list[dict]:
+    """A row for the runs that agree in these options: mean and standard deviation of the best values of n seeds."""
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.get(name) for name in names), []).append(run)
+    rows = []
+    for key, members in groups.items():
+        counted = one_per_seed(members)
+        values = [run["best"] for run in counted if run["best"] is not None]
+        states = Counter(run["state"] for run in counted)
+        row = dict(zip(names, key, strict=True))
+        row["mean"] = mean(values) if values else None
+        row["std"] = stdev(values) if len(values) > 1 else None
+        row["n"] = len(values)
+        row["repeated"] = len(members) - len(counted)
+        row["state"] = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        rows.append(row)
+    return rows
 
 
 # ---- print them

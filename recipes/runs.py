@@ -17,6 +17,9 @@ A run is `running` while its process holds the lock; else `finished` or `failed`
 also by a kill. The results are those of summary.json, which a run renews at most once a second; `time` is that of all
 its starts. Of a fork, `parent` is the run and the step it began with, and `best` that of its own steps.
 
+`code` is shown where it differs: the names of the versions of the code, kept in provenance/ of each run. `--group` puts
+runs of other code into other rows, and counts a seed once: of its runs the newest that has finished, or the newest.
+
 `--compare` takes finished runs. The 95 % interval is that of Student's t. If 0 is in it, the last line tells with how
 many more seeds it would not be, in four of five cases, if the difference and its spread are as they seem now.
 """
@@ -27,15 +30,16 @@ import difflib
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from pathlib import Path
 from statistics import mean, stdev
 
 from run_table import (
     ALWAYS_SHOWN,
+    AVERAGED,
     NO_COLUMNS,
     RESULTS,
     ConfigError,
@@ -43,6 +47,7 @@ from run_table import (
     chosen,
     differing,
     find_runs,
+    grouped,
     number,
     place,
     print_table,
@@ -50,28 +55,9 @@ from run_table import (
     read_mode,
 )
 
-AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
 MARKS = "0123456789"  # of the runs that --plot draws
 
-# ---- groups
-
-
-def grouped(runs: list[dict], names: list[str]) -> list[dict]:
-    """A row for the runs that agree in these options: mean and standard deviation of their n best values."""
-    groups: dict[tuple, list[dict]] = {}
-    for run in runs:
-        groups.setdefault(tuple(run.get(name) for name in names), []).append(run)
-    rows = []
-    for key, members in groups.items():
-        values = [run["best"] for run in members if run["best"] is not None]
-        states = Counter(run["state"] for run in members)
-        row = dict(zip(names, key, strict=True))
-        row["mean"] = mean(values) if values else None
-        row["std"] = stdev(values) if len(values) > 1 else None
-        row["n"] = len(values)
-        row["state"] = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        rows.append(row)
-    return rows
+# ---- two groups
 
 
 def by_seed(runs: list[dict], text: str) -> dict[tuple, dict]:
@@ -82,8 +68,10 @@ def by_seed(runs: list[dict], text: str) -> dict[tuple, dict]:
         if run["state"] != "finished" or run["best"] is None:
             print(f"left out: {run['run']}, {run['state']}")
         elif key in group:
-            names = f"{group[key]['run']} and {run['run']}"
-            raise ConfigError(f"--compare {text}: {names} have the same seed; narrow it, as by run=*-NAME")
+            names = differing([group[key], run])
+            wanted = f"{names[0]}={group[key][names[0]]}" if names else f"run!={run['run']}"
+            raise ConfigError(f"--compare {text}: {group[key]['run']} and {run['run']} have the same seed; "
+                              f"keep one of them, as by --filter {shlex.quote(wanted)}")  # fmt: skip
         else:
             group[key] = run
     return group
@@ -128,7 +116,9 @@ def compare(runs: list[dict], names: list[str]) -> None:
         more = 1
         while more < 1000 and abs(average) < half_width(count + more, chance=0.8):
             more += 1
-        print(f"not distinguishable: about {more}{' or' if more == 1000 else ''} more seeds would settle it")
+        seeds = {1: "about 1 more seed", 1000: "1000 more seeds or more"}.get(more, f"about {more} more seeds")
+        condition = "in four of five cases, if difference and spread stay as they are"
+        print(f"not distinguishable; with {seeds} it would be, {condition}")
 
 
 # ---- two runs
@@ -273,7 +263,7 @@ def show(runs: list[dict], names: list[str], args: argparse.Namespace) -> None:
     shown = ["run", *names, *RESULTS]
     if args.group:
         rows = grouped(runs, [name for name in names if name not in (*AVERAGED, "comment", "parent", "parameters")])
-        shown = [*rows[0]]
+        shown = [name for name in rows[0] if name != "repeated" or any(row["repeated"] for row in rows)]
     known = dict.fromkeys([*shown, *(name for row in rows for name in row)])
     for name in [*args.columns, args.sort or shown[0]]:
         if name not in known:
@@ -289,6 +279,8 @@ def show(runs: list[dict], names: list[str], args: argparse.Namespace) -> None:
         cells = {name: [cell(name, value) for value in values] for name, values in columns.items()}
         width = math.inf if args.wide else shutil.get_terminal_size().columns  # 80 where there is no terminal
         print_table(cells, width, kept={*ALWAYS_SHOWN, *args.columns})
+        if "repeated" in columns:
+            print("repeated: runs left out, as another one has the same seed and fold")
 
 
 def main() -> None:

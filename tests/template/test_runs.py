@@ -128,6 +128,73 @@ def test_grouped_over_folds(tmp_path: Path):
     assert [(row["width"], row["n"]) for row in table(tmp_path, "--group")] == [("0", "4"), ("1", "4")]
 
 
+def with_code(path: Path, *versions: str) -> None:
+    """Makes the folders in which a run keeps the versions of its code."""
+    for version in versions:
+        (path / "provenance" / f"code-{version}").mkdir(parents=True)
+
+
+def test_a_repeated_seed_counts_once(tmp_path: Path):
+    """With its newest run that has finished, or its newest. A column tells how many were left out."""
+    for number, (seed, best, finished) in enumerate(
+        [(42, 0.1, True), (42, 0.2, True), (42, 0.3, False), (1, 0.4, True), (2, 0.5, False), (2, 0.6, False)]
+    ):
+        make(tmp_path, number, [best], finished, seed=seed)
+    (row,) = table(tmp_path, "--group")
+    assert [*row] == ["mean", "std", "n", "repeated", "state"]
+    assert float(row["mean"]) == pytest.approx(mean([0.2, 0.4, 0.6]))
+    assert float(row["std"]) == pytest.approx(stdev([0.2, 0.4, 0.6]))
+    assert [row["n"], row["repeated"], row["state"]] == ["3", "3", "2 finished, 1 interrupted"]
+    lines = runs(tmp_path, "--group", columns=20).stdout.splitlines()
+    assert lines[1].split() == ["mean", "std", "n", "repeated", "state"]
+    assert lines[-1] == "repeated: runs left out, as another one has the same seed and fold"
+    assert "repeated" not in runs(tmp_path, "--group --filter seed=1").stdout
+
+
+def test_runs_of_other_code_are_another_group(tmp_path: Path):
+    """The code of a run are all versions with which it has trained. A run that has kept none may be of any."""
+    for number, versions in enumerate([("12e45678",), ("12e45678",), ("aaaaaaaa",), ("aaaaaaaa", "12e45678"), ()]):
+        with_code(make(tmp_path, number, [0.5], seed=number), *versions)
+    (tmp_path / "20260101-000000-x" / "provenance" / "code-bbbbbbbb.tmp").mkdir()  # left by a kill
+    codes = ["code-12e45678", "code-aaaaaaaa", "code-12e45678,code-aaaaaaaa", ""]
+    assert [row["code"] for row in table(tmp_path)] == [codes[0], *codes]
+    rows = table(tmp_path, "--group")
+    assert [row["code"] for row in rows] == codes and [row["n"] for row in rows] == ["2", "1", "1", "1"]
+    assert "code-12e45678 " in runs(tmp_path, columns=40).stdout
+    assert "code" not in table(tmp_path, "--filter code=code-12e45678")[0]
+
+
+def test_the_code_of_real_runs(program: Path, cwd: Path):
+    """Trained twice, then with an edit. One is resumed with it."""
+    command = f"{copy_programs(program)}/train.py {SMALL} --epochs 1"
+    call(f"{command} --out_dir a", cwd)
+    call(f"{command} --out_dir b", cwd)
+    assert [row["repeated"] for row in table(cwd, "--group")] == ["1"]
+    insert_after(program, "batch", "images = images + 0")
+    call(f"{program}/train.py --resume b --epochs 2", cwd)
+    call(f"{command} --out_dir c", cwd)
+    before, both, after = (row["code"] for row in table(cwd))
+    assert before != after and both == ",".join(sorted([before, after]))
+    assert len(table(cwd, "--group")) == 3
+
+
+def test_the_monitor_is_shown_where_it_differs(tmp_path: Path):
+    """However narrow the table is: the best values of different metrics cannot be compared."""
+    for number, monitor in enumerate(("val/loss", "val/accuracy")):
+        path = make(tmp_path, number, [0.5], monitor=monitor, width=number)
+        path.rename(path.with_name(f"{path.name}-with-a-name-that-fills-more-than-the-terminal-of-80-columns"))
+    for option in ("", "--group"):
+        assert "monitor" in runs(tmp_path, option).stdout.splitlines()[1].split()
+    assert "monitor" not in runs(tmp_path, "--filter width=0").stdout
+
+
+def test_max_steps_takes_the_place_of_epochs(tmp_path: Path):
+    for number, (epochs, steps) in enumerate([(20.0, 0), (25.0, 0), (20.0, 3)]):
+        make(tmp_path, number, [0.5], epochs=epochs, max_steps=steps)
+    assert [(row["epochs"], row["max_steps"]) for row in table(tmp_path)] == [("20.0", "0"), ("25.0", "0"), ("", "3")]
+    assert "epochs" not in table(tmp_path, "--filter epochs!=25")[0]
+
+
 def test_sorted_and_filtered(sweep: Path):
     assert [row["run"][14] for row in table(sweep, "--sort best")] == [*"543210"]
     assert [row["seed"] for row in table(sweep, "--sort seed")] == [*"001122"]
@@ -460,7 +527,8 @@ def test_compare_says_how_many_more_seeds_would_settle_it(tmp_path: Path):
     """In a simulation with so many seeds, four of five cases are distinguishable."""
     theirs = [0.93, 0.79, 0.97, 0.84]
     last = pairs(tmp_path, OURS, theirs)[-1]
-    more = int(re.fullmatch(r"not distinguishable: about (\d+) more seeds would settle it", last)[1])
+    words = "it would be, in four of five cases, if difference and spread stay as they are"
+    more = int(re.fullmatch(rf"not distinguishable; with about (\d+) more seeds {words}", last)[1])
     differences = np.subtract(theirs, OURS)
     noise = np.random.default_rng(0).normal(size=(20000, 4 + more))
     drawn = differences.mean() + differences.std(ddof=1) * noise
@@ -468,7 +536,12 @@ def test_compare_says_how_many_more_seeds_would_settle_it(tmp_path: Path):
 
 
 def test_compare_what_no_number_of_seeds_settles(tmp_path: Path):
-    assert pairs(tmp_path, [0.9, 0.8], [0.8, 0.9])[-1].startswith("not distinguishable: about 1000 or more seeds")
+    assert pairs(tmp_path, [0.9, 0.8], [0.8, 0.9])[-1].startswith("not distinguishable; with 1000 more seeds or more ")
+
+
+def test_compare_with_one_more_seed(tmp_path: Path):
+    last = pairs(tmp_path, [0.5, 0.5], [0.51, 0.5125])[-1]
+    assert last.startswith("not distinguishable; with about 1 more seed it would be, ")
 
 
 @pytest.mark.parametrize("theirs", [[0.91, 0.81, 0.96, 0.86], OURS])
@@ -498,12 +571,27 @@ def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
     both = runs(sweep, "--compare width=32 val=7", code=2)
     assert "val=7: choose from " in both.stderr
     error = runs(sweep, "--compare 2026 width=64", code=2).stderr
-    assert error.endswith("20260101-000000-x and 20260101-000003-x have the same seed; narrow it, as by run=*-NAME\n")
+    assert error.endswith(
+        "20260101-000000-x and 20260101-000003-x have the same seed; keep one of them, as by --filter width=32\n"
+    )
     error = runs(sweep, "--filter seed=1 --compare width=32 width=64", code=2).stderr
     assert "needs finished runs of two seeds or more in both groups, and found 1" in error
     make(sweep, 6, [0.5], seed=0, width=128, monitor="val/loss")
     make(sweep, 7, [0.5], seed=1, width=128, monitor="val/loss")
     assert "do not monitor the same value" in runs(sweep, "--compare width=32 width=128", code=2).stderr
+
+
+def test_compare_says_how_one_of_two_equal_runs_is_kept(tmp_path: Path):
+    for number in range(6):
+        make(tmp_path, number, [number / 10], seed=number % 2, width=(32, 64, 32)[number // 2])
+    command = "--compare width=32 width=64"
+    kept = ""
+    for number in range(2):
+        newer = f"20260101-{number + 4:06}-x"
+        error = runs(tmp_path, command + kept, code=2).stderr
+        assert error.endswith(f"-x and {newer} have the same seed; keep one of them, as by --filter 'run!={newer}'\n")
+        kept += f" --filter run!={newer}"
+    assert ", 2 pairs" in runs(tmp_path, command + kept).stdout
 
 
 # ---- mistakes, speed, and a real run
