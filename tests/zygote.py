@@ -5,9 +5,10 @@ starts a thread, of which a fork would have none, all processes are real ones.
 
 With FORK_RANKS, the other ranks of `--devices N` are forks, too, in place of the processes that Fabric starts.
 
-What it does not show: the imports themselves (their order, time, messages), and what differs between two interpreters,
-such as the order of a set of strings. So a process is a real one (`subprocess.Popen`) with --help, with another
-environment than that of the zygote, and wherever the script is not a Python file; on other systems than Linux, always.
+What it does not show: the imports themselves (their order, time, messages), what an interpreter frees at its end, and
+what differs between two interpreters, such as the order of a set of strings. So a process is a real one
+(`subprocess.Popen`) with --help, with another environment than that of the zygote, and wherever the script is not a
+Python file; on other systems than Linux, always.
 """
 
 import atexit

@@ -1,5 +1,8 @@
-"""recipes/sweep.py, whose runs are forks of a process that has imported torch: each begins 2 seconds sooner. They do
-not end with a sweep that is killed, and /proc shows other command lines."""
+"""`PROGRAM/recipes/sweep.py ...`, whose runs are forks of a process that has imported torch: each begins 2 seconds
+sooner. They do not end with a sweep that is killed, and /proc shows other command lines.
+
+python forked_sweep.py PROGRAM ...
+"""
 
 import os
 import subprocess
@@ -7,8 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO / "tests"), str(REPO / "recipes")]
+sys.path[:0] = [f"{sys.argv.pop(1)}/recipes", str(Path(__file__).resolve().parents[1])]
 sys.argv[0] = "sweep.py"  # what its errors begin with
 
 import sweep  # noqa: E402

@@ -163,6 +163,7 @@ def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, t
 # ---- elastic
 
 
+@pytest.mark.night
 def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_path):
     command = f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 60 --resume auto"
     process = start(command, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

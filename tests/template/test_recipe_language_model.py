@@ -47,7 +47,7 @@ def drawn(out: str) -> str:
 
 def test_it_learns_and_is_evaluated(program: Path, topics: ModuleType, tmp_path: Path):
     """Far below the 26 of the frequencies of single bytes; far above 1, where the targets were the inputs."""
-    options = "--accelerator cpu --max_steps 100 --val_interval 50 --limit_val_batches 2 --logger_name csv"
+    options = "--accelerator cpu --max_steps 80 --val_interval 40 --limit_val_batches 2 --logger_name csv"
     out = call(f"{program}/train.py {options}", tmp_path).stdout
     assert "best val/loss" in out and "val/perplexity" in out and 10 < drawn(out).count(" ") < 80
     report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout

@@ -21,6 +21,7 @@ def last(cwd: Path) -> dict:
     return torch.load(max(run_dir(cwd).glob("checkpoints/step-*.ckpt")), weights_only=True)
 
 
+@pytest.mark.night
 def test_it_learns_more_than_without_the_selection(program: Path, tmp_path: Path):
     """Of the right labels of the test set: a model that learns from the samples that are easy learns more than one that
     learns from all. With a forget_rate of 0, neither model knows of the other."""
