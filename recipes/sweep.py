@@ -75,10 +75,6 @@ def combinations(choices: dict) -> list[dict]:
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def words_of(options: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
@@ -98,11 +94,12 @@ class Sweep:
                 raise ConfigError("expected lines of `option: value`")
             choices = {name: value for name, value in content.items() if isinstance(value, (list, dict))}
             averaged = {name: choices.pop(name) for name in ("seed", "fold") if isinstance(choices.get(name), list)}
+            if [] in averaged.values():
+                raise ConfigError(f"{', '.join(averaged)}: a list has at least one value")
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}
             fixed = {name: value for name, value in content.items() if name not in {*choices, *averaged}}
         self.words = [*words_of(fixed), *args.options]
         self.averaged = combinations(averaged)
-        self.averaged_sizes = [plural(len(values), name) for name, values in averaged.items()]  # as "2 seeds"
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
         self.points = [{}] * args.trials if dict in map(type, choices.values()) else grid  # what is not drawn of each
         configs = [cli.parse_train([*self.words, *words_of(point | own)]) for point in grid for own in self.averaged]
@@ -140,17 +137,6 @@ class Sweep:
         points = max(len(states), len(self.points))
         done = states.count(TrialState.COMPLETE)
         return points, points - done - states.count(TrialState.PRUNED), done
-
-    def announce(self):
-        """Prints how much there is to train, and where its output is. The first trial may take hours."""
-        points, left, _ = self.count()
-        if not left:
-            return
-        product = " x ".join([plural(points, "point"), *self.averaged_sizes])
-        runs = plural(points * len(self.averaged), "run")
-        before = f"; {plural(points - left, 'point')} done" if left < points else ""
-        jobs = min(self.args.jobs, left)
-        cli.say(f"{product} = {runs}, {jobs} at a time{before}; trial N prints to {self.folder}/N.log")
 
     def next_trial(self) -> tuple[Trial, TextIO] | None:
         """A trial of a point that was left, has failed or is new, and its locked output; None if there is none."""
@@ -292,7 +278,10 @@ def main() -> int:
         sweep = Sweep(args)
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
-        sweep.announce()
+        points, left, _ = sweep.count()
+        if left:  # the first trial may take hours
+            runs = left * len(sweep.averaged)
+            cli.say(f"points to train: {left} of {points}, runs: {runs}; trial N prints to {sweep.folder}/N.log")
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(sweep.work, devices(args.jobs)))
     except (ConfigError, OSError) as error:

@@ -77,11 +77,16 @@ def begun(cwd: Path, runs: int) -> list[Path]:
     )
 
 
+def run_forked(words: str, cwd: Path, code: int = 0):
+    """Runs a sweep that is left alone."""
+    return run(f"tests/template/forked_sweep.py {REPO} {words}", cwd, code, ZYGOTE_CHANNEL="")
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("alone")
     (cwd / "grid.yaml").write_text(GRID)
-    done = run(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", cwd)
+    done = run_forked(f"grid.yaml --jobs 2 {OPTIONS}", cwd)
     (cwd / "printed").write_text(done.stdout)
     return cwd
 
@@ -121,7 +126,7 @@ def test_a_sweep_that_is_done_trains_nothing(alone):
 
 def test_the_first_line_says_how_much_is_trained_and_where_the_outputs_are(alone):
     first = (alone / "printed").read_text().splitlines()[0]
-    assert first == "2 points x 2 seeds = 4 runs, 2 at a time; trial N prints to grid.sweep/N.log"
+    assert first == "points to train: 2 of 2, runs: 4; trial N prints to grid.sweep/N.log"
 
 
 def test_git_takes_neither_runs_nor_sweeps_for_files_of_the_project(alone, tmp_path):
@@ -176,7 +181,7 @@ def test_a_run_that_has_not_ended_with_its_sweep_is_waited_for(cwd):
     kill_group(process)
     process.communicate()
     process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
-    assert process.stdout.readline().startswith("2 points = 2 runs, 1 at a time; ")
+    assert process.stdout.readline().startswith("points to train: 2 of 2, runs: 2; ")
     assert process.stdout.readline().startswith("trial 1: ")
     assert processes(cwd) == {held}
     os.kill(held, signal.SIGCONT)
@@ -227,7 +232,9 @@ def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeyp
     assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, "75"), (signal.SIGKILL, "-9")])
+@pytest.mark.parametrize(
+    "number, code", [pytest.param(signal.SIGTERM, "75", marks=pytest.mark.night), (signal.SIGKILL, "-9")]
+)
 def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(number, code, cwd):
     (cwd / "grid.yaml").write_text("width: [4]\n")
     command = f"{SWEEP} grid.yaml {OPTIONS} --epochs 60"
@@ -238,7 +245,7 @@ def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(numb
     out, err = process.communicate()
     assert process.returncode == 1, out + err
     assert f"trial 0: grid-0-width=4 ended with code {code}, see grid.sweep/0.log: " in out
-    assert out.startswith("1 point = 1 run, 1 at a time; ")
+    assert out.startswith("points to train: 1 of 1, runs: 1; ")
     assert out.endswith("1 of 1 points have no result yet: the same command goes on with them\n")
     out = run(command, cwd).stdout
     assert {*bests(cwd)} == {"grid-0-width=4"}  # in one directory
@@ -262,8 +269,8 @@ def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
     shutil.copytree(alone, tmp_path / "copy")
     journal = tmp_path / "copy" / "grid.sweep" / "journal"
     os.truncate(journal, journal.read_bytes().rindex(b'"values":['))  # the last trial has no value any more
-    out = run(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", tmp_path / "copy").stdout
-    assert out.startswith("2 points x 2 seeds = 4 runs, 1 at a time; 1 point done; trial N prints to ")
+    out = run_forked(f"grid.yaml --jobs 2 {OPTIONS}", tmp_path / "copy").stdout
+    assert out.startswith("points to train: 1 of 2, runs: 2; trial N prints to ")
     assert values(tmp_path / "copy") == values(alone)
     assert bests(tmp_path / "copy") == bests(alone)
 
@@ -271,7 +278,7 @@ def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
 def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     """The last one learns nothing."""
     (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 0.014, 1.0e-9]\nwidth: 4\n")
-    run(f"{SWEEP} p.yaml --prune {OPTIONS} --epochs 40 --checkpoint_frequency 0", tmp_path)
+    run_forked(f"p.yaml --prune {OPTIONS} --epochs 40 --checkpoint_frequency 0", tmp_path)
     *others, last = trials(tmp_path, "p")
     assert [trial.state.name for trial in others] == ["COMPLETE"] * 5 and last.state.name == "PRUNED"
     (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
@@ -280,8 +287,8 @@ def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
 
 def test_points_of_ranges_are_drawn(tmp_path):
     (tmp_path / "s.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2, log: true}\nwidth: {low: 4, high: 8, step: 2}\n")
-    out = run(f"{SWEEP} s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
-    assert out.startswith("2 points = 2 runs, 1 at a time; ")
+    out = run_forked(f"s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
+    assert out.startswith("points to train: 2 of 2, runs: 2; ")
     for trial in trials(tmp_path, "s"):
         assert 1e-3 <= trial.params["base_lr"] <= 1e-2 and trial.params["width"] in (4, 6, 8)
     assert len(bests(tmp_path)) == 2
@@ -291,7 +298,7 @@ def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_pat
     (tmp_path / "b.yaml").write_text("epochs: 1\neffective_batch_size: 5000\n")
     (tmp_path / "c.yaml").write_text("epochs: 1\nwidth: 5\n")
     (tmp_path / "s.yaml").write_text("config_path: [b.yaml, c.yaml]\n")
-    done = run(f"{SWEEP} s.yaml {OPTIONS}", tmp_path, code=1)
+    done = run_forked(f"s.yaml {OPTIONS}", tmp_path, code=1)
     assert {*bests(tmp_path)} == {"s-1-config_path=c.yaml"}
     assert "s-0-config_path=b.yaml ended with code 2, see s.sweep/0.log: " in done.stdout
     assert "--effective_batch_size 5000" in (tmp_path / "s.sweep" / "0.log").read_text()
@@ -301,7 +308,7 @@ def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
     shutil.copytree(REPO / "examples" / "configs", tmp_path, dirs_exist_ok=True)
     (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
     more = "--epochs 1 --warmup_epochs 0 --monitor val/loss"
-    done = run(f"{SWEEP} e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
+    done = run_forked(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
     names = ("large_batch", "regularized", "wide")
     assert {*bests(tmp_path)} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
     assert "best val/loss" in done.stdout
@@ -314,7 +321,7 @@ def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial
     """One that a run alone can see."""
     (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
     wrong = "--monitor val/f1 --monitor_mode max"
-    done = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
+    done = run_forked(f"grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
     assert done.stdout.count("ended with code 2") == 1
     assert re.fullmatch("sweep.py: error: all runs would end so: train.py: error: --monitor val/f1.*\n", done.stderr)
 
@@ -327,7 +334,7 @@ def test_another_search_of_the_same_name_is_refused(alone):
 
 def test_root_dir_is_that_of_the_study_too(tmp_path):
     (tmp_path / "s.yaml").write_text("width: [4]\n")
-    printed = run(f"{SWEEP} s.yaml {OPTIONS} --epochs 1 --root_dir there", tmp_path).stdout
+    printed = run_forked(f"s.yaml {OPTIONS} --epochs 1 --root_dir there", tmp_path).stdout
     assert (tmp_path / "there" / "s.sweep" / "journal").exists()
     assert re.search(r"next: python test.py --out_dir there/\d+-\d+-s-0-width=4\n", printed)
 
@@ -366,6 +373,7 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("monitor: [val/loss, val/accuracy]", "must be the same in all runs"),
         ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
         ("width: []", "width: "),
+        ("seed: []", "seed: a list has at least one value"),
         ("width: {low: 4}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
         ("width: {high: 4}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
         ("width: {low: 4, hihg: 8}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
