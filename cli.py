@@ -409,6 +409,7 @@ def parse_or_exit(parse: Callable) -> Any:
         end(2, "Windows lacks what runs need, such as locks and signals: use WSL2")
     if {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and sys.platform == "linux":
         die_with_launcher()
+    os.environ["LAUNCHER_PID"] = str(os.getpid())  # for the processes that Fabric starts
     gc.disable()  # the imports create a million objects that stay: the start takes 2 s less
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed
@@ -424,6 +425,9 @@ def die_with_launcher():
     there, and can save; otherwise rank 0 has launched the others, and they cannot save without it."""
     number = signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    parent = str(os.getppid())
+    if os.environ.get("LAUNCHER_PID", parent) != parent:  # it has died before
+        os.kill(os.getpid(), number)
 
 
 def say(message: str):

@@ -24,6 +24,7 @@ from conftest import (
     children,
     descendants,
     end_of,
+    free_port,
     history,
     is_lost,
     is_running,
@@ -131,6 +132,13 @@ def test_no_process_outlives_torchrun(tmp_path):
     process.kill()
     end_of(process, pids)
     assert_whole_checkpoints(tmp_path)
+
+
+def test_a_rank_that_begins_when_its_launcher_is_dead_ends(tmp_path):
+    """It would wait for rank 0, for --timeout seconds."""
+    of_fabric = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    of_dead = {"LAUNCHER_PID": "1", "MASTER_PORT": str(free_port())}  # this test, and not the process 1, is its parent
+    run(f"train.py {SMALL} {ON_2} --timeout 5", tmp_path, -signal.SIGKILL, **of_fabric, **of_dead)
 
 
 @pytest.mark.parametrize("left", ["MASTER_ADDR", "LOCAL_RANK"])
