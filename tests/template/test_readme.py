@@ -73,7 +73,7 @@ def test_edit(number: int, tmp_path: Path):
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the repository, in which the commands run one after the other."""
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "[0-9]*-[0-9]*-*")
+    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
     return Path(shutil.copytree(REPO, tmp_path_factory.mktemp("readme") / "checkout", ignore=skipped))
 
 
