@@ -49,7 +49,7 @@ def test_steps_along_the_gradient_of_the_perturbed_weights(tmp_path: Path):
 def test_second_pass_sees_the_same_batches_and_dropout(devices: str, tmp_path: Path):
     """Each forward pass of a training step prints its images and a random number."""
     program = with_recipe("sam", tmp_path / "program")
-    shown = 'print(f"pass {images.sum():.8f} {torch.rand(()):.8f}\\n", end="")'
+    shown = 'print(f"pass {images.sum():.8f} {torch.rand(()):.8f}\\n", end="", flush=True)'
     insert_after(program, "batch", f"if model.training:\n    {shown}")
     how = run if devices else call
     done = how(f"{program}/{LONG} --max_steps 2 {devices}", tmp_path)
