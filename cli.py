@@ -426,7 +426,7 @@ def die_with_launcher():
     number = signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGKILL
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     parent = str(os.getppid())
-    if os.environ.get("LAUNCHER_PID", parent) != parent:  # it has died before
+    if is_child_of_fabric() and os.environ.get("LAUNCHER_PID", parent) != parent:  # it has died before
         os.kill(os.getpid(), number)
 
 

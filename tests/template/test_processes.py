@@ -178,6 +178,13 @@ def test_another_number_of_processes_than_torchrun_has_started_is_refused(option
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_rank_of_torchrun_lives_though_a_run_has_started_torchrun(tmp_path):
+    """As to evaluate. That run has not launched the rank, which here ends with its own words."""
+    torchrun = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
+    error = run(f"train.py {SMALL} --devices 3", tmp_path, 2, **torchrun, LAUNCHER_PID="1").stderr
+    assert "asks for 3 process(es), but the launcher has started 2" in error
+
+
 # ---- a resume that rank 0 refuses
 
 
