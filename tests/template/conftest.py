@@ -96,6 +96,11 @@ def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.Comple
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def run_forked_sweep(words: str, cwd: Path, code: int = 0, program: Path = REPO) -> subprocess.CompletedProcess:
+    """Runs recipes/sweep.py, whose runs are forks: for a sweep that is left alone."""
+    return run(f"tests/template/forked_sweep.py {program} {words}", cwd, code, ZYGOTE_CHANNEL="")
+
+
 def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
     """As `run`, but in this process, which has imported torch: that takes a process of its own 3 seconds. The programs
     themselves are imported anew. For runs of one process that get no signal."""

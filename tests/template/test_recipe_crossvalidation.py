@@ -21,8 +21,8 @@ from conftest import (
     call,
     killed_and_resumed,
     on_one_and_two,
-    run,
     run_dir,
+    run_forked_sweep,
 )
 from sklearn.datasets import load_digits
 from test_recipes import imported, with_recipe
@@ -142,11 +142,6 @@ def bests(cwd: Path) -> dict[str, float]:
     return {path.parent.name[16:]: json.loads(path.read_text())["best"] for path in cwd.glob("*/summary.json")}
 
 
-def sweep(program: Path, words: str, cwd: Path) -> str:
-    """Runs a sweep, and returns what it prints."""
-    return run(f"tests/template/forked_sweep.py {program} cv.yaml {words}", cwd, ZYGOTE_CHANNEL="").stdout
-
-
 @pytest.fixture(scope="module")
 def swept(program: Path, tmp_path_factory) -> tuple[Path, str]:
     """Where two widths were trained on three folds each, and what the sweep has printed."""
@@ -154,7 +149,7 @@ def swept(program: Path, tmp_path_factory) -> tuple[Path, str]:
     cwd = tmp_path_factory.mktemp("swept")
     (cwd / "cv.yaml").write_text("width: [4, 5]\nfolds: 3\nfold: [0, 1, 2]\n")
     options = f"{SMALL} --epochs 2 --logger_name csv".replace("--width 4 ", "")
-    return cwd, sweep(program, f"--jobs 2 -- {options}", cwd)
+    return cwd, run_forked_sweep(f"cv.yaml --jobs 2 -- {options}", cwd, program=program).stdout
 
 
 def test_a_sweep_takes_the_mean_over_the_folds(swept: tuple[Path, str]):
@@ -185,6 +180,6 @@ def test_folds_alone_are_a_sweep(program: Path, tmp_path: Path):
     """Nothing is searched: one point, the defaults."""
     pytest.importorskip("optuna")
     (tmp_path / "cv.yaml").write_text("folds: 2\nfold: [0, 1]\n")
-    printed = sweep(program, f"-- {SMALL} --epochs 1 --logger_name csv", tmp_path)
+    printed = run_forked_sweep(f"cv.yaml -- {SMALL} --epochs 1 --logger_name csv", tmp_path, program=program).stdout
     assert {*bests(tmp_path)} == {"cv-0-fold=0", "cv-0-fold=1"}
     assert f"best val/accuracy {mean(bests(tmp_path).values()):.5g} of 1 trials" in printed

@@ -18,6 +18,7 @@ from conftest import (
     ON_2,
     PREEMPTED,
     SMALL,
+    STEPS,
     TORCHRUN,
     TWO_SAVES,
     assert_same_best,
@@ -255,7 +256,7 @@ def test_a_run_that_is_newer_on_this_disk_is_left_alone(program: Path, disk: Pat
 def test_the_loop_does_not_wait_for_an_upload(disk: Path, cwd: Path, tmp_path: Path):
     """The mirror is kept from its first file until the loop is at its end."""
     program = with_recipe("mirror", tmp_path / "program")
-    insert_after(program, "step is done", 'if step == 119:\n    __import__("pathlib").Path("far").touch()')
+    insert_after(program, "step is done", f'if step == {STEPS - 1}:\n    __import__("pathlib").Path("far").touch()')
     text = (program / "mirror.py").read_text()
     begin = "        new = stamp(file)\n"
     assert text.count(begin) == 1

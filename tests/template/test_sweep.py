@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PREEMPTED, REPO, call, is_running, kill_group, run, start, wait_for
+from conftest import PREEMPTED, REPO, call, is_running, kill_group, run, run_forked_sweep, start, wait_for
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.recipes
@@ -77,16 +77,11 @@ def begun(cwd: Path, runs: int) -> list[Path]:
     )
 
 
-def run_forked(words: str, cwd: Path, code: int = 0):
-    """Runs a sweep that is left alone."""
-    return run(f"tests/template/forked_sweep.py {REPO} {words}", cwd, code, ZYGOTE_CHANNEL="")
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("alone")
     (cwd / "grid.yaml").write_text(GRID)
-    done = run_forked(f"grid.yaml --jobs 2 {OPTIONS}", cwd)
+    done = run_forked_sweep(f"grid.yaml --jobs 2 {OPTIONS}", cwd)
     (cwd / "printed").write_text(done.stdout)
     return cwd
 
@@ -269,7 +264,7 @@ def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
     shutil.copytree(alone, tmp_path / "copy")
     journal = tmp_path / "copy" / "grid.sweep" / "journal"
     os.truncate(journal, journal.read_bytes().rindex(b'"values":['))  # the last trial has no value any more
-    out = run_forked(f"grid.yaml --jobs 2 {OPTIONS}", tmp_path / "copy").stdout
+    out = run_forked_sweep(f"grid.yaml --jobs 2 {OPTIONS}", tmp_path / "copy").stdout
     assert out.startswith("points to train: 1 of 2, runs: 2; trial N prints to ")
     assert values(tmp_path / "copy") == values(alone)
     assert bests(tmp_path / "copy") == bests(alone)
@@ -278,7 +273,7 @@ def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
 def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     """The last one learns nothing."""
     (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 0.014, 1.0e-9]\nwidth: 4\n")
-    run_forked(f"p.yaml --prune {OPTIONS} --epochs 40 --checkpoint_frequency 0", tmp_path)
+    run_forked_sweep(f"p.yaml --prune {OPTIONS} --epochs 40 --checkpoint_frequency 0", tmp_path)
     *others, last = trials(tmp_path, "p")
     assert [trial.state.name for trial in others] == ["COMPLETE"] * 5 and last.state.name == "PRUNED"
     (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
@@ -287,7 +282,7 @@ def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
 
 def test_points_of_ranges_are_drawn(tmp_path):
     (tmp_path / "s.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2, log: true}\nwidth: {low: 4, high: 8, step: 2}\n")
-    out = run_forked(f"s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
+    out = run_forked_sweep(f"s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
     assert out.startswith("points to train: 2 of 2, runs: 2; ")
     for trial in trials(tmp_path, "s"):
         assert 1e-3 <= trial.params["base_lr"] <= 1e-2 and trial.params["width"] in (4, 6, 8)
@@ -298,7 +293,7 @@ def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_pat
     (tmp_path / "b.yaml").write_text("epochs: 1\neffective_batch_size: 5000\n")
     (tmp_path / "c.yaml").write_text("epochs: 1\nwidth: 5\n")
     (tmp_path / "s.yaml").write_text("config_path: [b.yaml, c.yaml]\n")
-    done = run_forked(f"s.yaml {OPTIONS}", tmp_path, code=1)
+    done = run_forked_sweep(f"s.yaml {OPTIONS}", tmp_path, code=1)
     assert {*bests(tmp_path)} == {"s-1-config_path=c.yaml"}
     assert "s-0-config_path=b.yaml ended with code 2, see s.sweep/0.log: " in done.stdout
     assert "--effective_batch_size 5000" in (tmp_path / "s.sweep" / "0.log").read_text()
@@ -308,7 +303,7 @@ def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
     shutil.copytree(REPO / "examples" / "configs", tmp_path, dirs_exist_ok=True)
     (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
     more = "--epochs 1 --warmup_epochs 0 --monitor val/loss"
-    done = run_forked(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
+    done = run_forked_sweep(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
     names = ("large_batch", "regularized", "wide")
     assert {*bests(tmp_path)} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
     assert "best val/loss" in done.stdout
@@ -321,7 +316,7 @@ def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial
     """One that a run alone can see."""
     (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
     wrong = "--monitor val/f1 --monitor_mode max"
-    done = run_forked(f"grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
+    done = run_forked_sweep(f"grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
     assert done.stdout.count("ended with code 2") == 1
     assert re.fullmatch("sweep.py: error: all runs would end so: train.py: error: --monitor val/f1.*\n", done.stderr)
 
@@ -334,7 +329,7 @@ def test_another_search_of_the_same_name_is_refused(alone):
 
 def test_root_dir_is_that_of_the_study_too(tmp_path):
     (tmp_path / "s.yaml").write_text("width: [4]\n")
-    printed = run_forked(f"s.yaml {OPTIONS} --epochs 1 --root_dir there", tmp_path).stdout
+    printed = run_forked_sweep(f"s.yaml {OPTIONS} --epochs 1 --root_dir there", tmp_path).stdout
     assert (tmp_path / "there" / "s.sweep" / "journal").exists()
     assert re.search(r"next: python test.py --out_dir there/\d+-\d+-s-0-width=4\n", printed)
 

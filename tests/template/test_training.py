@@ -5,7 +5,6 @@ import gc
 import json
 import math
 import re
-import signal
 import sysconfig
 import time
 from functools import cache
@@ -24,8 +23,6 @@ from conftest import (
     assert_same_run,
     call,
     history,
-    interrupt,
-    kill_group,
     killed_and_resumed,
     on_one_and_two,
     run,
@@ -230,12 +227,9 @@ def test_what_is_drawn_in_compute_loss_is_the_same_with_workers_and_after_a_resu
     program = insert_before(tmp_path / "program", "functions", "import random\n\nimport numpy\n\n\n")
     drawn = "(torch.rand(()) + numpy.random.rand() + random.random())"
     replace(program, "values", f'{{"loss": F.cross_entropy(logits, targets) * {drawn}, "drawn": {drawn}}}')
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    call(f"{program}/{LONG}", whole)
-    assert interrupt(f"{program}/{LONG} --num_workers 2", killed, kill_group).returncode == -signal.SIGKILL
-    call(f"{program}/train.py --resume auto", killed)
-    assert_same_run(killed, whole)
+    whole, _ = killed_and_resumed(f"{program}/{LONG} --num_workers 2", tmp_path)
+    call(f"{program}/{LONG}", tmp_path)
+    assert_same_run(tmp_path, whole)
     assert len({row["val/drawn"] for row in history(whole)}) == 1, "a validation draws the same each time"
     assert len({row["train/drawn"] for row in history(whole)}) == 15
 
