@@ -51,7 +51,8 @@ ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
 MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
 MEASURED_TOKENS = ("tokens_per_second", "mfu")  # likewise, of recipes/kinds/language_model.patch
-TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc_per_node 2"
+# --standalone: on a free port, with each version of torch; other tests start torchrun at the same time.
+TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
 
 

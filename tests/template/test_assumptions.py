@@ -195,12 +195,15 @@ def test_the_timeout_of_the_strategy_is_that_of_the_process_group(monkeypatch):
 
 
 ENDS = """
-import os, sys, threading
+import os, sys, threading, time
 from lightning.fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
 fabric.launch()
 if fabric.global_rank == 1:
+    while not os.path.exists("connected"):
+        time.sleep(0.02)
     os._exit(int(sys.argv[-1]))
+open("connected", "w").close()
 (observer,) = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
 observer.join()
 os._exit(7)

@@ -123,9 +123,10 @@ def test_with_nohup_a_hangup_changes_nothing(tmp_path):
     process.send_signal(signal.SIGHUP)
     reached = newest(tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > reached + 4)
+    assert process.poll() is None, process.communicate()
     process.terminate()
-    process.communicate()
-    assert process.returncode == PREEMPTED
+    out, err = process.communicate()
+    assert process.returncode == PREEMPTED, out + err
 
 
 @pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
