@@ -45,11 +45,10 @@ for mode in default reduce-overhead; do
     try 'finished after 38 of 38' "$train --devices 1 --epochs 2 --compile $mode"
 done
 # Two processes on one GPU: NCCL takes them for two machines. Not by LL128, see first_gpu.md.
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=29507 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
-both() { echo "for i in 0 1; do NODE_RANK=\$i NCCL_HOSTID=host\$i NCCL_PROTO=Simple $* & done; wait"; }
+names="MASTER_ADDR=127.0.0.1 MASTER_PORT=29507 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo NCCL_PROTO=Simple"
+both() { echo "for i in 0 1; do NODE_RANK=\$i NCCL_HOSTID=host\$i $names $* & done; wait"; }
 try 'finished after 38 of 38' "$(both "$train --devices 1 --num_nodes 2 --strategy ddp --epochs 2 --out_dir nccl")"
 try 'finished after 57 of 57' "$(both "$train --devices 1 --num_nodes 2 --strategy ddp --epochs 3 --resume nccl")"
-unset MASTER_ADDR MASTER_PORT NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME
 try '^[0-9]+ passed.*' "python -m pytest -m gpu -p no:cacheprovider $repo/tests/template/test_gpu.py"
 
 if ((gpus > 1)); then

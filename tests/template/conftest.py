@@ -102,14 +102,6 @@ def run_forked_sweep(words: str, cwd: Path, code: int = 0, program: Path = REPO)
     return run(f"tests/template/forked_sweep.py {program} {words}", cwd, code, ZYGOTE_CHANNEL="")
 
 
-def run_torchrun(words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
-    """Runs `torchrun --nproc_per_node 2 ...`, whose ranks are forks: for what is not about torchrun itself."""
-    if not zygote.FORK_RANKS:
-        return run(f"{TORCHRUN} {words}", cwd, code)
-    options = TORCHRUN.partition(" ")[2]
-    return run(f"tests/template/forked_torchrun.py {options} {words}", cwd, code, ZYGOTE_CHANNEL="")
-
-
 def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
     """As `run`, but in this process, which has imported torch: that takes a process of its own 3 seconds. The programs
     themselves are imported anew. For runs of one process that get no signal."""

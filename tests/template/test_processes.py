@@ -33,7 +33,6 @@ from conftest import (
     newest,
     run,
     run_dir,
-    run_torchrun,
     set_running,
     start,
     started,
@@ -196,7 +195,7 @@ def refused_resume(launcher: str, cwd: Path, code: int) -> str:
     if launcher == "Fabric":
         error = run(f"train.py --resume train_out {ON_2}", cwd, code).stderr
     else:
-        error = run_torchrun(f"{REPO}/train.py --accelerator cpu --resume train_out", cwd, code=1).stderr
+        error = run(f"{TORCHRUN} {REPO}/train.py --accelerator cpu --resume train_out", cwd, code=1).stderr
         assert f"exitcode  : {code} " in error
     first, *others = [line for line in error.splitlines() if line.startswith("train.py: error: ")]
     assert len(others) < 2 and all(is_lost(line, timeout=300) for line in others)

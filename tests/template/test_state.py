@@ -9,13 +9,13 @@ import torch
 from conftest import (
     ON_2,
     SMALL,
+    TORCHRUN,
     assert_same_run,
     call,
     kill_group,
     last_summary,
     run,
     run_dir,
-    run_torchrun,
     snapshot,
     start,
     wait_for,
@@ -218,7 +218,7 @@ def test_a_single_weight_that_is_not_finite_is_never_saved(value: str, program: 
 def test_weights_of_rank_0_that_are_not_finite_end_all_ranks_alike(program: Path, cwd: Path):
     spoil = "if step == 8 and fabric.global_rank == 0: model.module.layers[0].weight.data.fill_(float('nan'))"
     insert_after(program, "step is done", spoil)
-    error = run_torchrun(f"{program}/train.py {SMALL} --strategy ddp", cwd, code=1).stderr
+    error = run(f"{TORCHRUN} {program}/train.py {SMALL} --strategy ddp", cwd, code=1).stderr
     told = sorted(line for line in error.splitlines() if "error: " in line)
     assert len(told) == 2
     for rank, line in enumerate(told):
