@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -206,6 +207,10 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
     code = fabric.launch(start)
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, otherwise gloo may abort at exit
+    # When this process ends, the system kills those that Fabric has started: their last output would be lost.
+    for process in getattr(fabric.strategy.launcher, "procs", ()):
+        with suppress(subprocess.TimeoutExpired):  # it hangs, but the run is complete
+            process.wait(timeout=60)
     return own_code(code)
 
 

@@ -34,7 +34,9 @@ SHARED = (
 )
 PR_SET_CHILD_SUBREAPER = 36
 # How variables begin that no import reads: a fork may have others than the zygote.
-LATE = ("HOME", "PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL")
+LATE = (
+    "HOME", "PATH", "TZ", "PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL",
+)  # fmt: skip
 FORK_RANKS = False
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -180,6 +182,7 @@ def become(fds: list[int]) -> None:
     env = fork_ranks(argv, request["env"]) if request["fork_ranks"] else request["env"]
     os.environ.clear()
     os.environ.update(env)
+    time.tzset()
     sys.argv = argv
     sys.orig_argv = [sys.executable, *argv]
     sys.path[0] = str(Path(argv[0]).resolve().parent)
@@ -216,9 +219,6 @@ def end(code: Any) -> NoReturn:
             file.flush()
     except OSError:
         code = 120
-    with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        if children.read():  # such as other ranks, which also end in the time that an interpreter takes for it
-            time.sleep(0.4)
     if code == -signal.SIGINT:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

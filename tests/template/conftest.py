@@ -70,7 +70,7 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
 
 
-def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.Popen:
+def start(command: str, cwd: Path, repo: Path = REPO, stdout: int = subprocess.PIPE, **env: str) -> subprocess.Popen:
     """Starts `train.py ...`, `test.py ...` or a script of recipes/ in `cwd`, as the leader of a process group."""
     script, _, options = command.partition(" ")
     interpreter = "bash" if script.endswith(".sh") else sys.executable
@@ -78,7 +78,7 @@ def start(command: str, cwd: Path, repo: Path = REPO, **env: str) -> subprocess.
         [interpreter, str(repo / script), *options.split()],
         cwd=cwd,
         env=clean_environment() | env,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zygote
 from conftest import SMALL, call, clean_environment, last_summary, run_dir, weights, without_locks
 from edits import REPO, insert_before, replace
 from torch import nn
@@ -258,9 +259,11 @@ def test_a_checkpoint_of_another_version_is_refused_with_the_command_that_goes_o
     folder = run_dir(tmp_path / "my runs").relative_to(tmp_path)
     assert path == f"{folder}/checkpoints/step-00000004.ckpt"
     words = [sys.executable, *shlex.split(command), "--epochs", "3"]
-    done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"resumed from {path}\n" in done.stdout and "finished after 12 of 12 steps" in done.stdout
+    pipe = subprocess.PIPE
+    process = zygote.popen(words, clean_environment(), cwd=tmp_path, stdout=pipe, text=True, start_new_session=True)
+    printed, _ = process.communicate(timeout=300)
+    assert f"resumed from {path}\n" in printed and "finished after 12 of 12 steps" in printed
+    assert process.returncode == 0
 
 
 def with_null(config: str) -> str:

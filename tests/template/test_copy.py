@@ -136,6 +136,7 @@ def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
     assert_passes(run_project_tests(edited(DIFFS[number], tmp_path), is_fresh=True))
 
 
+@pytest.mark.night
 def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_deleted(tmp_path: Path):
     """Deleted by README.md's command. Without xdist, and without git. What stays keeps the style."""
     copy = stripped(tmp_path / "copy")
@@ -292,6 +293,7 @@ def test_it_fails_where_a_second_stream_of_data_begins_anew(tmp_path: Path):
     )
 
 
+@pytest.mark.night
 def test_it_fails_where_numbers_are_drawn_before_the_step_is_seeded(tmp_path: Path):
     """They depend on what was computed before: in a resumed run on the first validation."""
     seeded = "        set_step_seed(step)"
@@ -341,12 +343,15 @@ def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Pat
 @pytest.mark.parametrize(
     "write",
     [
-        '(run.path / "losses.txt").write_text(f"{losses}")',
+        pytest.param('(run.path / "losses.txt").write_text(f"{losses}")', id="text"),
         # With the name and an entry of another file.
-        '(run.path / "early").mkdir(exist_ok=True)\n'
-        'torch.save({"layers.0.bias": torch.tensor(losses)}, run.path / "early" / "model.pt")',
+        pytest.param(
+            '(run.path / "early").mkdir(exist_ok=True)\n'
+            'torch.save({"layers.0.bias": torch.tensor(losses)}, run.path / "early" / "model.pt")',
+            id="weights",
+            marks=pytest.mark.night,
+        ),
     ],
-    ids=["text", "weights"],
 )
 def test_it_fails_where_a_file_of_ones_own_begins_anew(write: str, tmp_path: Path):
     program = insert_before(tmp_path, "loop begins", "losses = []")

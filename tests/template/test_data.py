@@ -325,7 +325,7 @@ def build_datasets(*args, **options):
 def samples_of("""
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.night), 2])
 def test_a_generator_of_its_own_is_exact_after_a_kill(num_workers: int, tmp_path: Path):
     page = (REPO / "recipes" / "data.md").read_text()
     (method,) = re.findall(r"^```python\n(def __getitem__.*?)^```$", page, re.DOTALL | re.MULTILINE)

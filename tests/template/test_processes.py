@@ -65,6 +65,7 @@ def terminated(tmp_path_factory) -> tuple[int, str, Path]:
     return process.returncode, output, cwd
 
 
+@pytest.mark.night
 def test_torchrun_passes_a_signal_on_and_the_run_is_saved(terminated):
     code, output, cwd = terminated
     assert code == 1  # torchrun's own
@@ -168,7 +169,14 @@ def test_a_port_that_is_in_use_is_told_in_the_last_line(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("options, asked", [("--devices 1", 1), ("--devices 3", 3), ("--devices 2 --num_nodes 2", 4)])
+@pytest.mark.parametrize(
+    "options, asked",
+    [
+        ("--devices 1", 1),
+        pytest.param("--devices 3", 3, marks=pytest.mark.night),
+        pytest.param("--devices 2 --num_nodes 2", 4, marks=pytest.mark.night),
+    ],
+)
 def test_another_number_of_processes_than_torchrun_has_started_is_refused(options: str, asked: int, tmp_path):
     """By each rank, before it waits for others."""
     torchrun = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
@@ -185,7 +193,25 @@ def test_a_rank_of_torchrun_lives_though_a_run_has_started_torchrun(tmp_path):
     assert "asks for 3 process(es), but the launcher has started 2" in error
 
 
+# ---- the end of a run
+
+
+def test_rank_0_ends_last_so_that_nothing_that_another_rank_has_printed_is_lost(program, cwd):
+    """Here rank 1 takes a second longer."""
+    late = """
+        if fabric.global_rank == 1:
+            import atexit
+            import time
+            atexit.register(lambda: [time.sleep(1), print("the last line of rank 1")])
+    """
+    insert_after(program, "set-up is done", late)
+    printed = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", cwd).stdout
+    assert "the last line of rank 1" in printed
+
+
 # ---- a resume that rank 0 refuses
+
+LAUNCHERS = ["Fabric", pytest.param("torchrun", marks=pytest.mark.night)]
 
 
 def refused_resume(launcher: str, cwd: Path, code: int) -> str:
@@ -204,7 +230,7 @@ def refused_resume(launcher: str, cwd: Path, code: int) -> str:
     return first
 
 
-@pytest.mark.parametrize("launcher", ["Fabric", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_damaged_checkpoints_are_told_by_rank_0_alone(launcher: str, tmp_path):
     call(f"train.py {SMALL} --epochs 1", tmp_path)
     folder = run_dir(tmp_path)
@@ -216,7 +242,7 @@ def test_damaged_checkpoints_are_told_by_rank_0_alone(launcher: str, tmp_path):
     assert line == f"train.py: error: rank 0: {words}; nothing was changed"
 
 
-@pytest.mark.parametrize("launcher", ["Fabric", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_that_is_being_written_to_is_not_resumed_by_another(launcher: str, tmp_path):
     process, _ = started(tmp_path)
     process.send_signal(signal.SIGSTOP)

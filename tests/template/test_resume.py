@@ -129,7 +129,8 @@ def test_with_nohup_a_hangup_changes_nothing(tmp_path):
     assert process.returncode == PREEMPTED, out + err
 
 
-@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("devices", ["", ON_2])
 def test_a_limit_of_time_stops_the_run_and_the_same_command_goes_on(devices: str, whole, tmp_path):
     """`timeout` ends its command as it does when the time is over: SIGALRM is what tells it."""
     command = shlex.join([sys.executable, *f"{REPO}/{LONG} {devices} --resume auto".split()])

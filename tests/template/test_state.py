@@ -9,7 +9,6 @@ import torch
 from conftest import (
     ON_2,
     SMALL,
-    TORCHRUN,
     assert_same_run,
     call,
     kill_group,
@@ -18,6 +17,7 @@ from conftest import (
     run_dir,
     snapshot,
     start,
+    start_two,
     wait_for,
 )
 from edits import insert_after, insert_before, replace
@@ -218,10 +218,10 @@ def test_a_single_weight_that_is_not_finite_is_never_saved(value: str, program: 
 def test_weights_of_rank_0_that_are_not_finite_end_all_ranks_alike(program: Path, cwd: Path):
     spoil = "if step == 8 and fabric.global_rank == 0: model.module.layers[0].weight.data.fill_(float('nan'))"
     insert_after(program, "step is done", spoil)
-    error = run(f"{TORCHRUN} {program}/train.py {SMALL} --strategy ddp", cwd, code=1).stderr
-    told = sorted(line for line in error.splitlines() if "error: " in line)
-    assert len(told) == 2
-    for rank, line in enumerate(told):
+    for rank, process in enumerate(start_two([f"{program}/train.py {SMALL} --strategy ddp"] * 2, cwd)):
+        error = process.communicate(timeout=300)[1]
+        assert process.returncode == 1
+        (line,) = [line for line in error.splitlines() if "error: " in line]
         words = f"rank {rank}: the weights are not finite after step 8: model.layers.0.weight (4, 1, 3, 3)"
         assert line.split("; ")[0] == f"train.py: error: {words}"
     assert not (run_dir(cwd) / "checkpoints" / "step-00000008.ckpt").exists()

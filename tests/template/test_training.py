@@ -183,6 +183,7 @@ sys.exit(train.main(parse_train(sys.argv[1:])))
 """
 
 
+@pytest.mark.night
 def test_dp_trains_like_1_process(runs, tmp_path):
     """As far as it can be seen without GPUs. Its all_reduce takes the mean over the elements of a tensor."""
     (tmp_path / "dp.py").write_text(DP.format(repo=str(REPO)))
@@ -616,7 +617,7 @@ def test_a_validation_leaves_each_module_in_its_mode(tmp_path):
 # ---- output
 
 
-@pytest.mark.parametrize("name", ["plain", "2 processes", "torchrun"])
+@pytest.mark.parametrize("name", ["plain", "2 processes", pytest.param("torchrun", marks=pytest.mark.night)])
 def test_output_to_a_file_has_one_line_per_epoch_and_no_progress_bar(runs, name):
     done = runs(name)
     for text in (done.out, done.err):

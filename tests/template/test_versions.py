@@ -172,6 +172,7 @@ def test_a_gpu_that_is_not_used_is_said_before_the_devices(tmp_path: Path, monke
 
 
 @NO_GPU
+@pytest.mark.night
 def test_a_gpu_that_is_not_used_is_said_once_by_two_processes(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(HAS_DEVICE_FILE)
     printed = run(f"{FAST} {ON_2}", tmp_path, PYTHONPATH=str(tmp_path)).stdout
