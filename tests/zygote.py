@@ -228,9 +228,10 @@ def end(code: Any) -> NoReturn:
 def fork_ranks(argv: list[str], env: dict[str, str]) -> dict[str, str]:
     """Forks the other ranks of `--devices N` now, before anything of the project is imported. They sleep until Fabric
     starts them, or until rank 0 has ended. Returns the environment of this process, be it rank 0 or another."""
-    devices = argv[argv.index("--devices") + 1] if "--devices" in argv[:-1] else ""
+    options = dict(zip(argv, argv[1:], strict=False))
+    devices = options.get("--devices", "")
     waiting: list[tuple[int, int]] = []
-    if not devices.isdigit() or "LOCAL_RANK" in env or "--num_nodes" in argv:
+    if not devices.isdigit() or "LOCAL_RANK" in env or options.get("--num_nodes", "1") != "1":
         return env
     for _ in range(int(devices) - 1):
         read, write = os.pipe()

@@ -153,6 +153,7 @@ with ExitStack() as resources:
 """
 
 
+@pytest.mark.night
 def test_no_bar_is_drawn_without_a_terminal_also_if_the_environment_sets_tqdm(tmp_path):
     """Not by tqdm's thread either, which draws a bar that has not moved for long, whatever its delay."""
     script = tmp_path / "script.py"

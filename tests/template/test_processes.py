@@ -142,7 +142,7 @@ def test_a_rank_that_begins_when_its_launcher_is_dead_ends(tmp_path):
     run(f"train.py {SMALL} {ON_2} --timeout 5", tmp_path, -signal.SIGKILL, **of_fabric, **of_dead)
 
 
-@pytest.mark.parametrize("left", ["MASTER_ADDR", "LOCAL_RANK"])
+@pytest.mark.parametrize("left", ["MASTER_ADDR", pytest.param("LOCAL_RANK", marks=pytest.mark.night)])
 def test_what_an_earlier_launch_has_left_in_the_shell_does_no_harm(left: str, tmp_path):
     """Another machine's address; or a rank, by which Fabric would take this process for one that it has started."""
     values = {"MASTER_ADDR": "192.0.2.1", "LOCAL_RANK": "0"}
