@@ -331,7 +331,7 @@ def test_a_generator_of_its_own_is_exact_after_a_kill(num_workers: int, tmp_path
     (method,) = re.findall(r"^```python\n(def __getitem__.*?)^```$", page, re.DOTALL | re.MULTILINE)
     code = WITH_GENERATOR.replace("METHOD", textwrap.indent(method, "    "))
     program = replace(tmp_path / "program", "build_datasets", code)
-    killed_and_resumed(f"{program}/{LONG} --epochs 12 --num_workers {num_workers}", tmp_path)
+    killed_and_resumed(f"{program}/{LONG} --num_workers {num_workers}", tmp_path)
 
 
 def test_all_samples_of_a_run_have_randomness_of_their_own():

@@ -43,15 +43,15 @@ from conftest import (
 )
 from edits import insert_after, insert_before
 
-# Long enough to be killed in the middle of an epoch.
-SHORTER = f"{LONG} --epochs 12"  # 96 steps
+# Long enough for a fault that comes late.
+LONGER = f"{LONG} --epochs 12"  # 96 steps
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Where a run of SHORTER was never interrupted. To be read, not changed."""
+    """Where a run of LONGER was never interrupted. To be read, not changed."""
     cwd = tmp_path_factory.mktemp("whole")
-    call(SHORTER, cwd)
+    call(LONGER, cwd)
     return cwd
 
 
@@ -59,7 +59,7 @@ def whole(tmp_path_factory) -> Path:
 def killed(tmp_path_factory) -> Path:
     """Where one was killed in the middle of an epoch. To be copied."""
     cwd = tmp_path_factory.mktemp("killed")
-    assert interrupt(SHORTER, cwd, kill_group).returncode == -signal.SIGKILL
+    assert interrupt(LONGER, cwd, kill_group).returncode == -signal.SIGKILL
     return cwd
 
 
@@ -435,7 +435,7 @@ def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
     def fill(process: subprocess.Popen) -> None:  # no file may grow beyond 5 kB
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (5000, 5000))
 
-    done = interrupt(SHORTER, tmp_path, fill)
+    done = interrupt(LONGER, tmp_path, fill)
     assert done.returncode == 1
     *_, error, note = done.stderr.splitlines()
     assert error == "OSError: [Errno 27] File too large"

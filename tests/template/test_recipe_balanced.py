@@ -21,7 +21,7 @@ from conftest import (
 from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
-BF16 = f"{LONG} --epochs 12 --precision bf16-mixed"
+BF16 = f"{LONG} --precision bf16-mixed"
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from sklearn.datasets import load_digits
 from test_recipes import imported, with_recipe
 
 pytestmark = pytest.mark.recipes
-BF16 = f"{LONG} --epochs 12 --precision bf16-mixed --folds 3 --fold 2"
+BF16 = f"{LONG} --precision bf16-mixed --folds 3 --fold 2"
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_pgd_stays_near_the_image_and_is_the_stronger_attack(program: Path, monk
 
 
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
-    killed_and_resumed(f"{program}/{LONG} --epochs 12", tmp_path)
+    killed_and_resumed(f"{program}/{LONG}", tmp_path)
 
 
 def test_on_two_processes_it_trains_alike(program: Path, tmp_path: Path):

@@ -59,7 +59,7 @@ def test_report_is_what_the_two_heads_say(trained: tuple[Path, str], program: Pa
 
 
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
-    killed_and_resumed(f"{program}/{LONG} --epochs 15", tmp_path)
+    killed_and_resumed(f"{program}/{LONG}", tmp_path)
 
 
 def test_two_processes_learn_the_same(program: Path, tmp_path: Path):

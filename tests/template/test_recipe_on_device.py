@@ -160,7 +160,7 @@ def test_workers_are_refused_in_one_line_and_nothing_is_made(program: Path, tmp_
 
 @pytest.mark.recipes
 def test_killed_and_resumed_is_the_same_run(program: Path, tmp_path: Path):
-    killed_and_resumed(f"{program}/{LONG} --epochs 12", tmp_path)
+    killed_and_resumed(f"{program}/{LONG}", tmp_path)
 
 
 @pytest.mark.recipes

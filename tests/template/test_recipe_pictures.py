@@ -143,7 +143,7 @@ def test_the_training_is_that_without_the_recipe(trained: Path, tmp_path: Path):
 def test_killed_run_ends_as_if_never_interrupted(program: Path, tmp_path: Path):
     """Also TensorBoard has the one picture, the same."""
     # Resumed in a process of its own: TensorBoard sorts the files of a second by process number.
-    whole, killed = killed_and_resumed(f"{program}/{TENSORBOARD} --epochs 15", tmp_path, resume=run)
+    whole, killed = killed_and_resumed(f"{program}/{TENSORBOARD}", tmp_path, resume=run)
     page = first_batch(killed)
     assert np.array_equal(page, first_batch(whole))
     assert page.shape[0] == 44 + 2 * 132  # of the first of four micro-batches of 16

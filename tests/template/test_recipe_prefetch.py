@@ -114,7 +114,7 @@ def test_a_run_with_it_is_that_without_it(options: str, ahead: Path, tmp_path: P
     plain, whole, killed = tmp_path / "plain", tmp_path / "whole", tmp_path / "killed"
     for folder in (plain, whole, killed):
         folder.mkdir()
-    command = f"{LONG} --epochs 12 {options}"
+    command = f"{LONG} {options}"
     run(command, plain)
     run(f"{ahead}/{command}", whole)
     assert_same_run(whole, plain)

@@ -22,7 +22,7 @@ from sklearn.metrics import jaccard_score
 from test_recipes import imported, imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
-BF16 = f"{LONG} --epochs 12 --effective_batch_size 64 --precision bf16-mixed"
+BF16 = f"{LONG} --effective_batch_size 64 --precision bf16-mixed"
 
 
 @pytest.fixture(scope="module")

@@ -261,14 +261,14 @@ def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path):
 
 def test_a_finished_run_is_extended_and_lists_what_changed(whole, tmp_path):
     call(f"{LONG} --epochs 3", tmp_path)
-    done = call(f"train.py --resume {run_dir(tmp_path).name} --epochs 15 --num_checkpoint_keep 2", tmp_path)
+    done = call(f"train.py --resume {run_dir(tmp_path).name} --epochs 10 --num_checkpoint_keep 2", tmp_path)
     assert_same_run(tmp_path, whole)
     assert_same_best(tmp_path, whole)
     assert len(list(tmp_path.glob("*/checkpoints/step-*.ckpt"))) == 2
     config = yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())
     assert set(config) == {field.name for field in fields(TrainConfig)} - {"resume", "config_path"}
-    assert (config["epochs"], config["num_checkpoint_keep"], config["micro_batch_size"]) == (15, 2, 16)
-    for option, old, new in (("epochs", 3, 15), ("num_checkpoint_keep", 3, 2)):
+    assert (config["epochs"], config["num_checkpoint_keep"], config["micro_batch_size"]) == (10, 2, 16)
+    for option, old, new in (("epochs", 3, 10), ("num_checkpoint_keep", 3, 2)):
         assert re.search(rf"--{option} {new}\b.* {old}\b", done.stdout), f"{option} is not listed"
 
 
