@@ -9,10 +9,8 @@ from conftest import REPO, run
 pytestmark = pytest.mark.recipes
 
 
-@pytest.mark.parametrize(
-    "work, peers",
-    [("W1", "raw raw-batched lightning-batched"), pytest.param("W1v", "raw limit", marks=pytest.mark.night)],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("work, peers", [("W1", "raw raw-batched lightning-batched"), ("W1v", "raw limit")])
 def test_the_template_is_timed_beside_its_peers(work: str, peers: str, tmp_path: Path):
     script = REPO / "benchmarks" / "run.py"
     done = run(f"{script} --works {work} --peers {peers} --rounds 1 --python {sys.executable}", tmp_path)
@@ -26,6 +24,7 @@ def test_the_loader_is_timed_beside_that_of_torch(tmp_path: Path):
     assert "tensors" in run(f"{script} --kinds tensors --workers 0 --rounds 1", tmp_path).stdout
 
 
+@pytest.mark.night
 def test_lightning_that_was_killed_in_mid_epoch_trains_some_samples_twice_and_others_never(tmp_path: Path):
     """As README.md and benchmarks/README.md say."""
     done = run(f"{REPO / 'benchmarks' / 'resume.py'}", tmp_path)

@@ -41,6 +41,7 @@ def last_line(printed: str) -> str:
     return printed.splitlines()[-1]
 
 
+@pytest.mark.night
 def test_the_largest_that_fits_into_a_limit_of_memory_is_found(program: Path, cwd: Path):
     """Of real memory: each sample of a training step takes 64 MiB of the address space. There is room for 20."""
     room = "ballast = torch.empty(len(targets) if model.training else 0, 2**26, dtype=torch.uint8)"

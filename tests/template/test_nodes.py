@@ -117,7 +117,10 @@ def test_a_new_run_needs_a_shared_directory(tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
-@pytest.mark.parametrize("differs", ["run", "checkpoint", "lost checkpoint", "option"])
+@pytest.mark.parametrize(
+    "differs",
+    ["checkpoint", *(pytest.param(name, marks=pytest.mark.night) for name in ("run", "lost checkpoint", "option"))],
+)
 def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
     for host in "01":
         (tmp_path / host).mkdir()

@@ -202,6 +202,7 @@ def test_a_finished_run_that_is_made_longer_is_not_taken_for_a_finished_one(
     assert_same_run(second, two_saves)
 
 
+@pytest.mark.night
 def test_processes_of_torchrun_get_a_run_back_once(program: Path, held: Path, disk: Path, machines: list[Path]):
     first, second = machines
     process = start(f"{held}/{LONG} {ON_2} {at(disk)}", first)

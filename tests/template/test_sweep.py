@@ -134,7 +134,7 @@ def test_git_takes_neither_runs_nor_sweeps_for_files_of_the_project(alone, tmp_p
     assert listed == ".gitignore\n"
 
 
-@pytest.mark.parametrize("stop", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("stop", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.night)])
 def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_alone(stop, alone, tmp_path):
     (tmp_path / "grid.yaml").write_text(GRID)
     process = start(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path)
@@ -248,6 +248,7 @@ def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(numb
     assert f"next: python test.py --out_dir {run_dir.name}\n" in out
 
 
+@pytest.mark.night
 def test_the_same_command_goes_on_with_a_run_whose_disk_was_full(tmp_path):
     """A limit on the size of files does what a full disk does."""
     (tmp_path / "grid.yaml").write_text("width: [64, 65]\nepochs: 2\n")
