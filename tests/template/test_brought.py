@@ -121,7 +121,7 @@ def test_an_optimizer_whose_state_is_a_tensor_subclass_is_resumed(devices: str, 
     replace(program, "optimizer", "HalvedMomentum(model.parameters())")
     _, killed = killed_and_resumed(f"{program}/{LONG} {devices} --base_lr 0.1", tmp_path, resume=run)
     run(f"{program}/test.py --accelerator cpu", killed)
-    assert report(killed)["accuracy"] > 0.8
+    assert report(killed)["accuracy"] > 0.5
 
 
 # The layers after the first learn more slowly.
