@@ -302,7 +302,10 @@ def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path,
     whole.mkdir(), killed.mkdir()
     how(command, whole)
     assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
-    (resume or how)(f"{command.partition(' ')[0]} --resume auto", killed)
+    again = f"{command.partition(' ')[0]} --resume auto"
+    if ON_2 in command:
+        again += f" {ON_2}"  # as in config.yaml; by these words zygote.py forks the ranks
+    (resume or how)(again, killed)
     assert_same_run(killed, whole)
     return whole, killed
 

@@ -72,7 +72,7 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
     killed.mkdir()
     run(f"{program}/train.py {OPTIONS} {ON_2}", whole)
     run(f"{program}/train.py {OPTIONS} {ON_2} --comment kill", killed, code=-signal.SIGKILL)
-    run(f"{program}/train.py --resume auto --comment no", killed)
+    run(f"{program}/train.py --resume auto {ON_2} --comment no", killed)
     assert_same_run(killed, whole)
     paths = [run_dir(cwd) / "checkpoints" / "step-00000004.ckpt" for cwd in (killed, whole)]
     ours, theirs = (torch.load(path, weights_only=True) for path in paths)

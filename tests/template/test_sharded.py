@@ -100,7 +100,7 @@ def test_each_process_holds_half_of_the_weights_and_of_the_optimizers_state(tmp_
 
 def test_killed_and_resumed_is_the_same_run(program: Path, whole: Path, killed: Path, tmp_path: Path):
     cwd = copied(killed, tmp_path)
-    run(f"{program}/train.py --resume auto", cwd)
+    run(f"{program}/train.py --resume auto {SHARDED}", cwd)
     assert_same_run(cwd, whole)
 
 
@@ -348,7 +348,7 @@ def test_in_shards_killed_and_resumed_is_the_same_run(program: Path, whole: Path
         folder = run_dir(cwd) / "checkpoints" / f"shards-{step:08d}"
         folder.mkdir(exist_ok=True)
         (folder / "1.pt.tmp").write_bytes(b"incomplete")
-    run(f"{program}/train.py --resume auto", cwd)
+    run(f"{program}/train.py --resume auto {SHARDED}", cwd)
     assert_same_run(cwd, whole)
     assert shards_of(cwd) == [12, 14, 16]
 
@@ -360,7 +360,7 @@ def test_in_shards_the_same_on_other_numbers_of_processes(program: Path, alone: 
     command = f"{program}/{RUN} {IN_SHARDS} --devices {devices}"
     run(command, left_alone)
     assert interrupt(command, killed, kill_group, after=0).returncode == -signal.SIGKILL
-    run(f"{program}/train.py --resume auto", killed)
+    run(f"{program}/train.py --resume auto --devices {devices}", killed)
     assert_same_run(killed, left_alone)
     assert_same_training(killed, alone)
 
