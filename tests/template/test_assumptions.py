@@ -661,8 +661,8 @@ RESTARTS = OF_TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}
 @pytest.mark.parametrize(
     "launcher, expected",
     [
-        (FABRIC_RUN, OF_TORCHRUN | OF_FABRIC),
-        ("torchrun --nproc_per_node 1", OF_TORCHRUN),
+        pytest.param(FABRIC_RUN, OF_TORCHRUN | OF_FABRIC, marks=pytest.mark.night),
+        pytest.param("torchrun --nproc_per_node 1", OF_TORCHRUN, marks=pytest.mark.night),
         ("torchrun --nproc_per_node 1 --max-restarts 3", RESTARTS),
     ],
 )

@@ -86,6 +86,18 @@ def test_launcher_tells_the_devices(monkeypatch):
     assert (config.devices, config.num_nodes) == ("2", 2)
 
 
+def test_restarts_of_torchrun_need_a_variable(monkeypatch):
+    """Without it they may hang for longer than --timeout."""
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    with pytest.raises(ConfigError, match=f"^torchrun --max-restarts 1: set {variable}=1, else a restart may hang$"):
+        train("")
+    monkeypatch.setenv(variable, "1")
+    assert train("").devices == "2"
+
+
 def test_srun_tells_the_devices(monkeypatch):
     """Two nodes of three tasks. What Fabric needs to know of them it gets here, too."""
     for name, value in {"NUM_TASKS": "6", "NUM_NODES": "2"}.items():

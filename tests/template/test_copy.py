@@ -305,11 +305,12 @@ def test_it_fails_where_numbers_are_drawn_before_the_step_is_seeded(tmp_path: Pa
     assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "words, test",
     [
         ("same_inputs and elsewhere", "test_a_run_that_was_killed_and_resumed_has_the_same_inputs"),
-        pytest.param("two_processes_get", "test_two_processes_get_the_inputs_of_one", marks=pytest.mark.night),
+        ("two_processes_get", "test_two_processes_get_the_inputs_of_one"),
     ],
 )
 def test_it_fails_where_class_numbers_come_from_a_set(words: str, test: str, tmp_path: Path):

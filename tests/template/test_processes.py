@@ -106,6 +106,7 @@ def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trai
     assert len([*run_dir(cwd).glob("provenance/*.txt")]) == 1
 
 
+@pytest.mark.night
 def test_restarts_without_the_variable_are_refused_in_one_line(tmp_path):
     """They may hang for longer than --timeout."""
     process = start(f"{TORCHRUN} --max-restarts 1 {REPO / SLOW}", tmp_path)
@@ -125,6 +126,7 @@ def test_the_documented_commands_with_restarts_set_the_variable():
     assert [line for line in commands if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" not in line] == []
 
 
+@pytest.mark.night
 def test_no_process_outlives_torchrun(tmp_path):
     process = start(f"{TORCHRUN} {REPO / SLOW} --num_workers 1", tmp_path)
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
@@ -169,14 +171,8 @@ def test_a_port_that_is_in_use_is_told_in_the_last_line(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    "options, asked",
-    [
-        ("--devices 1", 1),
-        pytest.param("--devices 3", 3, marks=pytest.mark.night),
-        pytest.param("--devices 2 --num_nodes 2", 4, marks=pytest.mark.night),
-    ],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("options, asked", [("--devices 1", 1), ("--devices 3", 3), ("--devices 2 --num_nodes 2", 4)])
 def test_another_number_of_processes_than_torchrun_has_started_is_refused(options: str, asked: int, tmp_path):
     """By each rank, before it waits for others."""
     torchrun = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
