@@ -29,6 +29,7 @@ zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
 # One thread, here and in the processes that are started: sums in the same order, equal in every bit.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONUNBUFFERED", None)  # print would write the parts of a line apart: those of two ranks mix
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"

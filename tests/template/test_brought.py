@@ -362,7 +362,7 @@ OF_EACH_KIND = """{
     "array": Score(__import__("numpy").array),
     "tensor": Score(Tensor),
 }"""
-SHOW_BEST = """print(f"rank {fabric.global_rank}: {state['best']} {state['best_step']}\\n", end="", flush=True)"""
+SHOW_BEST = """print(f"rank {fabric.global_rank}: {state['best']} {state['best_step']}", flush=True)"""
 
 
 def test_a_number_of_each_rank_is_averaged_over_the_ranks(program: Path, cwd: Path):

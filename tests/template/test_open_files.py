@@ -144,8 +144,7 @@ def test_lines_that_data_workers_print_into_a_file_are_whole(tmp_path: Path):
     """
     program = insert_before(tmp_path / "program", "fetch", told)
     command = [sys.executable, f"{program}/train.py", *f"{SMALL} --num_workers 2 --max_steps 8".split()]
-    # With PYTHONUNBUFFERED, Python's print writes a line and its end apart.
-    (tmp_path / "script.sh").write_text(f"unset PYTHONUNBUFFERED\nexec {shlex.join(command)} > log 2>&1\n")
+    (tmp_path / "script.sh").write_text(f"exec {shlex.join(command)} > log 2>&1\n")
     run(f"{tmp_path}/script.sh", tmp_path)
     lines = (tmp_path / "log").read_text().splitlines()
     fetched = defaultdict(list)
