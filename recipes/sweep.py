@@ -18,7 +18,6 @@ Given several times, or on machines that share the directory, it works on one st
 """
 
 import argparse
-import csv
 import fcntl
 import itertools
 import os
@@ -33,6 +32,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+from run_table import AVERAGED
+from runs import curve
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -67,7 +68,7 @@ def distribution(name: str, choice: list | dict) -> Any:
         kind = optuna.distributions.FloatDistribution if is_float else optuna.distributions.IntDistribution
         return kind(**bounds, log=choice.get("log", False))
     except (KeyError, TypeError, ValueError) as error:  # such as a logarithm of 0
-        raise ConfigError(f"{name}: {error}: a range is {{low: 1, high: 2}}, with log: true or step: 1") from None
+        raise ConfigError(f"{name}: {error}; give [1, 2], or {{low: 1, high: 2}} with log: true or step: 1") from None
 
 
 def combinations(choices: dict) -> list[dict]:
@@ -93,11 +94,9 @@ class Sweep:
             if not isinstance(content, dict):
                 raise ConfigError("expected lines of `option: value`")
             choices = {name: value for name, value in content.items() if isinstance(value, (list, dict))}
-            averaged = {name: choices.pop(name) for name in ("seed", "fold") if isinstance(choices.get(name), list)}
-            if [] in averaged.values():
-                raise ConfigError(f"{', '.join(averaged)}: a list has at least one value")
+            fixed = {name: value for name, value in content.items() if name not in choices}
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}
-            fixed = {name: value for name, value in content.items() if name not in {*choices, *averaged}}
+        averaged = {name: self.space.pop(name).choices for name in AVERAGED if isinstance(choices.get(name), list)}
         self.words = [*words_of(fixed), *args.options]
         self.averaged = combinations(averaged)
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
@@ -112,8 +111,7 @@ class Sweep:
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder / "journal") as journal:
             known = Path(journal.name).read_bytes()
-            if not known.endswith(b"\n"):  # a full disk has cut the last line
-                journal.truncate(known.rfind(b"\n") + 1)
+            journal.truncate(known.rfind(b"\n") + 1)  # a full disk may have cut the last line
             self.study = optuna.create_study(
                 study_name=self.name,
                 storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(journal.name)),
@@ -192,9 +190,6 @@ class Sweep:
                 self.study.tell(trial, state=TrialState.FAIL)
                 last = Path(output.name).read_text(errors="replace").strip().rpartition("\n")[2]
                 cli.say(f"trial {number}: {name} ended with code {code}, see {output.name}: {last}")
-                if code == MISTAKE and "config_path" not in own and not any(f"--{option} " in last for option in own):
-                    self.stopping.set()
-                    raise ConfigError(f"all runs would end so: {last}")
                 return
             run_dirs[str(run_dir)] = best
         value = sum(run_dirs.values()) / len(run_dirs)
@@ -223,10 +218,8 @@ class Sweep:
 
     def is_hopeless(self, trial: Trial, name: str) -> bool:
         """Reports the new values of a run. They are counted, since runs may have other steps. Whether to prune it."""
-        paths = [path / "logs" / "csv" / "metrics.csv" for path in cli.named_folders(self.folder.parent / name)[:1]]
-        text = "".join(path.read_text() for path in paths if path.is_file())
-        rows = csv.DictReader(text.rpartition("\n")[0].splitlines())
-        values = [float(row[self.monitor]) for row in rows if row.get(self.monitor)]
+        newest = cli.named_folders(self.folder.parent / name)[:1]
+        values = [value for run_dir in newest for value in curve({"path": run_dir}, self.monitor)[1]]
         known = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         for number, value in enumerate(values[known:], known + 1):
             trial.report(value, number)

@@ -224,6 +224,7 @@ def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeyp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.syspath_prepend(REPO / "recipes")
     assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
 
 
@@ -313,15 +314,6 @@ def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
         assert options["seed"] == 1 and path.parent.name.endswith(f"={options['comment'].replace(' ', '_')}.yaml")
 
 
-def test_a_mistake_in_the_options_of_all_runs_ends_the_search_at_its_first_trial(tmp_path):
-    """One that a run alone can see."""
-    (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
-    wrong = "--monitor val/f1 --monitor_mode max"
-    done = run_forked_sweep(f"grid.yaml {OPTIONS} --epochs 1 {wrong}", tmp_path, code=2)
-    assert done.stdout.count("ended with code 2") == 1
-    assert re.fullmatch("sweep.py: error: all runs would end so: train.py: error: --monitor val/f1.*\n", done.stderr)
-
-
 def test_another_search_of_the_same_name_is_refused(alone):
     """Its runs would have the same names."""
     error = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 3", alone, code=2).stderr
@@ -369,10 +361,10 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("monitor: [val/loss, val/accuracy]", "must be the same in all runs"),
         ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
         ("width: []", "width: "),
-        ("seed: []", "seed: a list has at least one value"),
-        ("width: {low: 4}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
-        ("width: {high: 4}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
-        ("width: {low: 4, hihg: 8}", "a range is {low: 1, high: 2}, with log: true or step: 1"),
+        ("seed: []", "seed: "),
+        ("width: {low: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
+        ("width: {high: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
+        ("width: {low: 4, hihg: 8}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
         ("wdth: {low: 4, high: 8}", "unknown option --wdth; did you mean --width?"),
         ("config_path: [nowhere.yaml]", "--config_path nowhere.yaml: [Errno 2] No such file or directory"),
         ("width: {low: 8, high: 4}", "width: "),
