@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    LONG,
     ON_2,
     SMALL,
-    STEPS,
     assert_told_by_ranks,
     call,
     history,
-    killed_and_resumed,
     run,
     run_dir,
     without_locks,
@@ -379,24 +376,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_each_of_them_in_one_line(pro
     error = run(f"{program}/train.py {SMALL} {ON_2} {NO_VALIDATION}", cwd, code=1).stderr
     assert_told_by_ranks(error, "compute_loss: `loss` is inf in the first step")
     assert list(cwd.iterdir()) == []
-
-
-# ---- files of one's own
-
-
-SNAPSHOT = """
-if step % 8 == 0 and fabric.is_global_zero:
-    torch.save([step, model.state_dict()], run.path / f"snapshot-{step:03}.pt")
-"""
-
-
-def test_files_that_rank_0_writes_into_the_run_are_the_same_after_a_kill(program: Path, tmp_path: Path):
-    """Those of steps after the checkpoint are written again."""
-    insert_after(program, "step is done", SNAPSHOT)
-    folders = killed_and_resumed(f"{program}/{LONG} {ON_2}", tmp_path)
-    whole, killed = ([torch.load(path) for path in sorted(run_dir(folder).glob("*-*.pt"))] for folder in folders)
-    assert [step for step, _ in killed] == [*range(8, STEPS + 1, 8)]
-    torch.testing.assert_close(killed, whole, atol=0, rtol=0)
 
 
 # ---- loss and monitor

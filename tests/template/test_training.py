@@ -193,7 +193,7 @@ def test_dp_trains_like_1_process(runs, tmp_path):
     assert_same_training(Run(done.stdout, done.stderr, tmp_path / "cwd"), runs("1 process"))
 
 
-# ---- random numbers of an edit
+# ---- random numbers and files of an edit
 
 # What a step draws for all ranks, such as a layer and a weight for manifold mixup. Each rank writes it down.
 DRAWN = """
@@ -202,6 +202,20 @@ import numpy
 with open(f"drawn_{fabric.global_rank}", "a") as file:
     print(step, torch.rand(()).item(), numpy.random.rand(), random.random(), file=file)
 """
+# What rank 0 writes into the run: its weights after every eighth step.
+SNAPSHOT = """
+if step % 8 == 0 and fabric.is_global_zero:
+    torch.save([step, model.state_dict()], run.path / f"snapshot-{step:03}.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def of_2_ranks(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """A program with both edits, and where it ran on two processes: left alone; killed and resumed."""
+    path = tmp_path_factory.mktemp("of_2_ranks")
+    program = insert_before(path / "program", "learning rate", DRAWN)
+    insert_after(program, "step is done", SNAPSHOT)
+    return program, *killed_and_resumed(f"{program}/{LONG} {ON_2}", path)
 
 
 def drawn(cwd: Path, rank: int) -> dict[str, tuple]:
@@ -212,9 +226,8 @@ def drawn(cwd: Path, rank: int) -> dict[str, tuple]:
     return found
 
 
-def test_what_is_drawn_at_the_top_of_a_step_is_the_same_on_all_ranks_and_after_a_resume(tmp_path):
-    program = insert_before(tmp_path / "program", "learning rate", DRAWN)
-    whole, killed = killed_and_resumed(f"{program}/{LONG} {ON_2}", tmp_path)
+def test_what_is_drawn_at_the_top_of_a_step_is_the_same_on_all_ranks_and_after_a_resume(of_2_ranks, tmp_path):
+    program, whole, killed = of_2_ranks
     expected = drawn(whole, 0)
     for cwd, rank in ((whole, 1), (killed, 0), (killed, 1)):
         assert drawn(cwd, rank) == expected
@@ -222,6 +235,14 @@ def test_what_is_drawn_at_the_top_of_a_step_is_the_same_on_all_ranks_and_after_a
         assert len(set(column)) == STEPS, "another in each step"
     call(f"{program}/{LONG}", tmp_path)
     assert drawn(tmp_path, 0) == expected
+
+
+def test_files_that_rank_0_writes_into_the_run_are_the_same_after_a_kill(of_2_ranks):
+    """Those of steps after the checkpoint are written again."""
+    _, *folders = of_2_ranks
+    whole, killed = ([torch.load(path) for path in sorted(run_dir(folder).glob("*-*.pt"))] for folder in folders)
+    assert [step for step, _ in killed] == [*range(8, STEPS + 1, 8)]
+    torch.testing.assert_close(killed, whole, atol=0, rtol=0)
 
 
 def test_what_is_drawn_in_compute_loss_is_the_same_with_workers_and_after_a_resume(tmp_path):
