@@ -129,10 +129,12 @@ def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
     assert "step/s" not in (run_dir(tmp_path) / "train.log").read_text()
 
 
-def test_without_a_terminal_a_line_of_progress_comes_after_a_while_without_another(tmp_path):
+@pytest.mark.parametrize("of_cluster", [{}, pytest.param({"TQDM_DISABLE": "1"}, marks=pytest.mark.night)])
+def test_without_a_terminal_a_line_of_progress_comes_after_a_while_without_another(of_cluster: dict, tmp_path: Path):
+    """Also where the environment disables bars."""
     program = tmp_path / "program"
     replace(program, "progress line", "self.printed + 0")
-    done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, TQDM_DISABLE="1")  # is set on some clusters
+    done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, **of_cluster)
     lines = [line for line in done.stdout.splitlines() if "step/s" in line or "s/step" in line]
     assert len(lines) == 20 and done.stderr == ""
     assert re.search(r"15/20 \[.*, train/loss=2\.\d+, val/accuracy=0\.\d+\]", lines[14])
