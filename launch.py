@@ -208,8 +208,8 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()  # after the model is gone, otherwise gloo may abort at exit
     # When this process ends, the system kills those that Fabric has started: their last output would be lost.
-    for process in getattr(fabric.strategy.launcher, "procs", ()):
-        with suppress(subprocess.TimeoutExpired):  # it hangs, but the run is complete
+    with suppress(subprocess.TimeoutExpired):  # one hangs, but the run is complete
+        for process in getattr(fabric.strategy.launcher, "procs", ()):
             process.wait(timeout=60)
     return own_code(code)
 
