@@ -12,7 +12,7 @@ COMMAND = re.search(r"^python (train\.py .*--epochs.*)$", PAGE, re.MULTILINE)[1]
 LOSSES = {name: float(value) for name, value in re.findall(r"`(\w+/loss)`\s+(\d\.\d+)", PAGE)}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.night)])
 def test_the_seeded_loss_is_reproduced(threads: int, tmp_path: Path):
     """To the last digit on the page: the digits behind it depend on the CPU and the number of threads."""
     run(COMMAND, tmp_path, OMP_NUM_THREADS=str(threads))
