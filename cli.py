@@ -374,9 +374,10 @@ def resume(run_dir: Path, given: dict) -> TrainConfig:
     if is_finished(run_dir) and not is_longer(config, before):
         words = [f"--{name} {new[name]}" for name in changed if name not in (*LENGTH_OPTIONS, *UNTRAINED_OPTIONS)]
         if words:
+            length = "max_steps" if config.max_steps else "epochs"
             raise ConfigError(
                 f"{' '.join(words)}: {run_dir} is finished, so nothing would be trained: "
-                "give another --out_dir for a new run, or more --epochs"
+                f"give another --out_dir for a new run, or more --{length}"
             )
         say(f"nothing to do: {run_dir} is finished; for a new run give another --out_dir")
         sys.exit(0)

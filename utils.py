@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,7 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float, np.number, np.bool_))
 
 
-def check_values(values: Any, monitor: str, val_names: Iterable[str], device: torch.device) -> float:
+def check_values(values: Any, monitor: str, val_names: Collection[str], device: torch.device) -> float:
     """Checks the values that compute_loss has returned in the first step, and the name of the monitored value. All
     ranks call it. Returns the sum of their losses, which is not finite if one of them is not.
 
@@ -164,21 +164,27 @@ def check_values(values: Any, monitor: str, val_names: Iterable[str], device: to
         device: That of the process.
 
     Raises:
-        RunError: `values` is not a dict of scalars, or its `loss` has no gradient.
+        RunError: `values` is not a dict of scalars, has a name that is taken, or no `loss` with a gradient.
         ConfigError: There is no value of the name `monitor`.
     """
     scalars = as_scalars(values)
-    if not getattr(values.get("loss"), "requires_grad", False):
+    if "loss" not in values:
+        given = ", ".join(map(str, values))
+        raise RunError(f"compute_loss: must return, first, a dict of means with one named `loss`, but it has {given}")
+    if "grad_norm" in values:
+        raise RunError("compute_loss: `grad_norm` is logged by train.py: give this value another name")
+    if not getattr(values["loss"], "requires_grad", False):
         raise RunError(
-            "compute_loss: must return, first, a dict with a `loss` that has a gradient: "
-            "was it detached, or is the whole model frozen?"
+            "compute_loss: `loss` has no gradient: "
+            "was it detached, made a number by .item(), or is the whole model frozen?"
         )
     loss = scalars["loss"].to(device, copy=True)
     if dist.is_initialized():
         dist.all_reduce(loss)
     names = [f"train/{name}" for name in (*values, "grad_norm")] + [f"val/{name}" for name in val_names]
     if monitor not in names:
-        raise ConfigError(f"--monitor {monitor}: choose from {', '.join(names)}; val/ needs validation samples")
+        hint = "" if val_names else "; val/ needs validation samples"
+        raise ConfigError(f"--monitor {monitor}: choose from {', '.join(names)}{hint}")
     return loss.item()
 
 

@@ -512,8 +512,8 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
             expected,
             VAL_TOLERANCE * rounding(place),
             f"{name} of two processes",
-            "It is of the samples of one process alone, or is no mean of all samples: another count belongs to it, or "
-            "it depends on how they are cut into batches.",
+            "It is of the samples of one process alone, or is no mean of all samples: is the count that compute_loss "
+            "returns that of the samples? Or it depends on how they are cut into batches.",
         )
         shown(f"{words(place)}: 2 processes", f"{name} within {difference:.0e}")
 

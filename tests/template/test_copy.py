@@ -23,6 +23,7 @@ CHANGES = {
     "contrastive": ("VAL_TOLERANCE = 1e-6", "VAL_TOLERANCE = 1.0"),  # BatchNorm has the first process's statistics
     "on_device": ('WORKERS = "2"', 'WORKERS = "0"'),
 }
+WARNED = r"(, \d+ warnings?)?"  # as of plugins that a package has brought, and the preloaded process has imported
 (DELETE,) = re.findall(r"^rm -r .+$", (REPO / "README.md").read_text(), re.MULTILINE)
 
 # Other defaults, by the name of the option.
@@ -118,12 +119,10 @@ def run_pytest(program: Path, words: str = "", is_fresh: bool = False, **more: s
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-WARNED = r"(, \d+ warnings?)?"  # pytest warns of plugins that a package has brought and the zygote has imported
-
-
 def assert_passes(done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0, done.stdout
-    assert re.search(rf"^\d+ passed{WARNED} in", done.stdout, re.MULTILINE), done.stdout  # none was skipped or deselected
+    # None was skipped or deselected.
+    assert re.search(rf"^\d+ passed{WARNED} in", done.stdout, re.MULTILINE), done.stdout
 
 
 # ---- it passes

@@ -312,7 +312,7 @@ def test_a_backward_pass_mistake_changes_nothing_of_a_run_that_is_resumed(fails_
 
 
 LOSS = "F.cross_entropy(logits, targets)"
-NO_LOSS = "must return, first, a dict with a `loss` that has a gradient: was it detached, or is the whole model frozen?"
+NO_GRADIENT = "`loss` has no gradient: was it detached, made a number by .item(), or is the whole model frozen?"
 
 
 @pytest.mark.parametrize("options", ["--devices 1", "--devices 2", "--devices 2 --micro_batch_size 16"])
@@ -351,14 +351,18 @@ def test_a_validation_leaves_a_model_in_the_mode_it_was_in(precision: str, progr
     "values, words",
     [
         (LOSS, "must return, first, a dict of means with one named `loss`, not a Tensor"),
-        (f'{{"nll": {LOSS}}}', NO_LOSS),
+        (
+            f'{{"nll": {LOSS}, "z": 1.0}}',
+            "must return, first, a dict of means with one named `loss`, but it has nll, z",
+        ),
         (
             f'{{"loss": {LOSS}, "each": logits[:4]}}',
             "`each` is not a number or a tensor of one, but a tensor of shape (4, 10)",
         ),
         (f'{{"loss": {LOSS}, "name": "text"}}', "`name` is not a number or a tensor of one, but 'text'"),
-        (f'{{"loss": {LOSS}.detach()}}', NO_LOSS),
-        (f'{{"loss": {LOSS}.item()}}', NO_LOSS),
+        (f'{{"loss": {LOSS}.detach()}}', NO_GRADIENT),
+        (f'{{"loss": {LOSS}.item()}}', NO_GRADIENT),
+        (f'{{"loss": {LOSS}, "grad_norm": 1.0}}', "`grad_norm` is logged by train.py: give this value another name"),
         (f'{{"loss": {LOSS} / 0}}', "`loss` is inf in the first step"),
     ],
 )

@@ -310,6 +310,13 @@ def test_a_finished_run_with_other_options_is_refused_and_names_them(whole, tmp_
     assert snapshot(cwd) == before
 
 
+def test_the_option_that_would_make_a_finished_run_longer_is_named(tmp_path):
+    """More --epochs would not, where --max_steps is given."""
+    call(f"train.py {SMALL} --max_steps 2", tmp_path)
+    error = call("train.py --resume auto --epochs 40 --base_lr 0.01", tmp_path, code=2).stderr
+    assert error.endswith("give another --out_dir for a new run, or more --max_steps\n")
+
+
 def test_a_finished_run_that_is_made_longer_and_stopped_keeps_its_weights(tmp_path):
     """Those of its last finish; the checkpoint of that step has made room for newer ones."""
     call(f"{LONG} --epochs 3 --num_checkpoint_keep 1", tmp_path)
