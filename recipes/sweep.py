@@ -64,9 +64,8 @@ def distribution(name: str, choice: list | dict) -> Any:
         if isinstance(choice, list):
             return optuna.distributions.CategoricalDistribution(choice)
         bounds = {key: cli.parse_yaml({name: value})[name] for key, value in choice.items() if key != "log"}
-        is_float = isinstance(bounds["low"], float)
-        kind = optuna.distributions.FloatDistribution if is_float else optuna.distributions.IntDistribution
-        return kind(**bounds, log=choice.get("log", False))
+        kinds = {float: optuna.distributions.FloatDistribution, int: optuna.distributions.IntDistribution}
+        return kinds[type(bounds["low"])](**bounds, log=choice.get("log", False))
     except (KeyError, TypeError, ValueError) as error:  # such as a logarithm of 0
         raise ConfigError(f"{name}: {error}; give [1, 2], or {{low: 1, high: 2}} with log: true or step: 1") from None
 
