@@ -23,6 +23,7 @@ from conftest import (
     history,
     how_to_go_on,
     is_lost,
+    is_running,
     kill_group,
     last_summary,
     newest,
@@ -33,7 +34,7 @@ from conftest import (
     started,
     wait_for,
 )
-from edits import copy_programs, insert_after, insert_before, replace
+from edits import copy_programs, insert_after, insert_before, replace, with_text
 from test_prepared_data import DOWNLOAD, log
 
 # ---- dead, failing and frozen ranks
@@ -49,6 +50,24 @@ def test_no_process_outlives_rank_0(tmp_path):
     end_of(process, pids)
     assert process.returncode == -signal.SIGKILL
     assert_whole_checkpoints(tmp_path)
+
+
+def test_a_rank_that_hangs_at_its_exit_does_not_keep_a_finished_run(program, cwd):
+    """For longer than a minute, of which a second is left here. The system ends it with rank 0."""
+    hang = """
+        if fabric.global_rank == 1:
+            import atexit
+            import os
+            import time
+            atexit.register(time.sleep, 3600)
+            print("rank 1 is", os.getpid(), flush=True)
+    """
+    insert_after(program, "set-up is done", hang)
+    with_text(program, "launch.py", ("process.wait(timeout=60)", "process.wait(timeout=1)"))
+    done = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", cwd)
+    assert "finished after 2 of 2 steps" in done.stdout
+    pid = int(re.search(r"rank 1 is (\d+)", done.stdout)[1])
+    wait_for(lambda: not is_running(pid))
 
 
 # What rank 0 does alone waits for the file `go`.

@@ -4,7 +4,6 @@
 import multiprocessing
 import os
 import re
-import shlex
 import sys
 import zipfile
 from collections import defaultdict
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, assert_same_run, call, run
+from conftest import SMALL, assert_same_run, call, start
 from edits import insert_before, replace
 
 from config import TrainConfig
@@ -143,9 +142,9 @@ def test_lines_that_data_workers_print_into_a_file_are_whole(tmp_path: Path):
         print(f"{os.getpid()} fetches {self.told}", flush=True)
     """
     program = insert_before(tmp_path / "program", "fetch", told)
-    command = [sys.executable, f"{program}/train.py", *f"{SMALL} --num_workers 2 --max_steps 8".split()]
-    (tmp_path / "script.sh").write_text(f"exec {shlex.join(command)} > log 2>&1\n")
-    run(f"{tmp_path}/script.sh", tmp_path)
+    with open(tmp_path / "log", "w") as log:
+        process = start(f"{program}/train.py {SMALL} --num_workers 2 --max_steps 8", tmp_path, stdout=log.fileno())
+        assert process.communicate(timeout=300)[1] == "" and process.returncode == 0
     lines = (tmp_path / "log").read_text().splitlines()
     fetched = defaultdict(list)
     own = []

@@ -40,7 +40,7 @@ from conftest import (
     wait_for,
     without_locks,
 )
-from edits import insert_after, with_text
+from edits import insert_after
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -203,24 +203,6 @@ def test_rank_0_ends_last_so_that_nothing_that_another_rank_has_printed_is_lost(
     insert_after(program, "set-up is done", late)
     printed = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", cwd).stdout
     assert "the last line of rank 1" in printed
-
-
-def test_a_rank_that_hangs_at_its_exit_does_not_keep_a_finished_run(program, cwd):
-    """For longer than a minute, of which a second is left here. The system ends it with rank 0."""
-    hang = """
-        if fabric.global_rank == 1:
-            import atexit
-            import os
-            import time
-            atexit.register(time.sleep, 3600)
-            print("rank 1 is", os.getpid(), flush=True)
-    """
-    insert_after(program, "set-up is done", hang)
-    with_text(program, "launch.py", ("process.wait(timeout=60)", "process.wait(timeout=1)"))
-    done = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", cwd)
-    assert "finished after 2 of 2 steps" in done.stdout
-    pid = int(re.search(r"rank 1 is (\d+)", done.stdout)[1])
-    wait_for(lambda: not is_running(pid))
 
 
 # ---- a resume that rank 0 refuses
