@@ -110,7 +110,8 @@ class Sweep:
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder / "journal") as journal:
             known = Path(journal.name).read_bytes()
-            journal.truncate(known.rfind(b"\n") + 1)  # a full disk may have cut the last line
+            if not known.endswith(b"\n"):  # a full disk has cut the last line; else another sweep may be adding one
+                journal.truncate(known.rfind(b"\n") + 1)
             self.study = optuna.create_study(
                 study_name=self.name,
                 storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(journal.name)),

@@ -361,7 +361,7 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("monitor: [val/loss, val/accuracy]", "must be the same in all runs"),
         ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
         ("width: []", "width: "),
-        ("seed: []", "seed: "),
+        ("seed: []", "seed: The `choices` must contain one or more elements"),
         ("width: {low: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
         ("width: {high: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
         ("width: {low: 4, hihg: 8}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
