@@ -144,8 +144,8 @@ def read_yaml(text: str) -> dict:
     return flatten_join(options)
 
 
-def parse_yaml(options: dict) -> dict:
-    """The options of read_yaml, parsed like those of the command line. `null` is the default, or off: see NULL."""
+def words_of(options: dict) -> list[str]:
+    """The options of a YAML file as those of a command line. `null` is the default, or off: see NULL."""
     defaults = values_of(TrainConfig()) | NULL
     words = []
     for name, value in options.items():
@@ -155,7 +155,7 @@ def parse_yaml(options: dict) -> dict:
             words += [f"--{name}", *map(str, value)]
         else:
             words.append(f"--{name}" if value is None else f"--{name}={value}")
-    return parse(TrainConfig, words)
+    return words
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -167,7 +167,7 @@ def to_yaml(config: TrainConfig) -> str:
     with errors_of("an option cannot be kept in config.yaml"):
         text = f"{yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)}{CONFIG_END}\n"
         "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
-        again = values_of(replace(config, parse_yaml(read_yaml(text))))
+        again = values_of(replace(config, parse(TrainConfig, words_of(read_yaml(text)))))
         for name, value in values_of(config).items():
             if again[name] != value and str(again[name]) != str(value):  # str: nan is not equal to itself
                 raise ConfigError(f"--{name} {value} would be read as {again[name]}")
@@ -309,7 +309,7 @@ def config_of(text: str) -> TrainConfig:
     if new:
         say(f"options that are new in the code take their defaults: {', '.join(new)}")
     known = {name: value for name, value in options.items() if name in names}
-    return replace(defaults, parse_yaml(known))
+    return replace(defaults, parse(TrainConfig, words_of(known)))
 
 
 def parse_train(argv: list[str]) -> TrainConfig:
@@ -321,7 +321,7 @@ def parse_train(argv: list[str]) -> TrainConfig:
             options = read_yaml(Path(os.path.expanduser(path)).read_text())
             if "config_path" in options:
                 raise ConfigError("config_path is no option for a file")
-            sources.append(parse_yaml(options))
+            sources.append(parse(TrainConfig, words_of(options)))
     given: dict = {}
     for source in [*sources, from_command]:
         if source.get("monitor", given.get("monitor")) != given.get("monitor"):

@@ -24,11 +24,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import DEVNULL, Popen, getstatusoutput
 from typing import Any, TextIO
 
 import yaml
@@ -38,7 +38,7 @@ from runs import curve
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 import cli  # noqa: E402 - they import no torch
-from config import ConfigError, mode_of  # noqa: E402
+from config import ConfigError, TrainConfig, mode_of  # noqa: E402
 
 try:
     import optuna.storages.journal
@@ -63,7 +63,7 @@ def distribution(name: str, choice: list | dict) -> Any:
     try:
         if isinstance(choice, list):
             return optuna.distributions.CategoricalDistribution(choice)
-        bounds = {key: cli.parse_yaml({name: value})[name] for key, value in choice.items() if key != "log"}
+        bounds = {key: cli.parse(TrainConfig, [f"--{name}={choice[key]}"])[name] for key in choice.keys() - {"log"}}
         kinds = {float: optuna.distributions.FloatDistribution, int: optuna.distributions.IntDistribution}
         return kinds[type(bounds["low"])](**bounds, log=choice.get("log", False))
     except (KeyError, TypeError, ValueError) as error:  # such as a logarithm of 0
@@ -73,10 +73,6 @@ def distribution(name: str, choice: list | dict) -> Any:
 def combinations(choices: dict) -> list[dict]:
     """All combinations of the values of some options."""
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-
-
-def words_of(options: dict) -> list[str]:
-    return [f"--{name}={value}" for name, value in options.items()]
 
 
 class Sweep:
@@ -96,11 +92,11 @@ class Sweep:
             fixed = {name: value for name, value in content.items() if name not in choices}
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}
         averaged = {name: self.space.pop(name).choices for name in AVERAGED if isinstance(choices.get(name), list)}
-        self.words = [*words_of(fixed), *args.options]
+        self.words = [*cli.words_of(fixed), *args.options]
         self.averaged = combinations(averaged)
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
         self.points = [{}] * args.trials if dict in map(type, choices.values()) else grid  # what is not drawn of each
-        configs = [cli.parse_train([*self.words, *words_of(point | own)]) for point in grid for own in self.averaged]
+        configs = [cli.parse_train(self.words + cli.words_of(point | own)) for point in grid for own in self.averaged]
         self.monitor = configs[0].monitor
         if len({(config.monitor, mode_of(config)) for config in configs}) > 1:
             raise ConfigError("monitor and monitor_mode must be the same in all runs")
@@ -117,7 +113,6 @@ class Sweep:
                 storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(journal.name)),
                 direction="maximize" if mode_of(configs[0]) == "max" else "minimize",
                 sampler=optuna.samplers.TPESampler(constant_liar=True),
-                pruner=optuna.pruners.MedianPruner() if args.prune else optuna.pruners.NopPruner(),
                 load_if_exists=True,
             )
             search = str([content, args.options])
@@ -200,13 +195,12 @@ class Sweep:
     def run(self, trial: Trial, name: str, own: dict, output: TextIO, device, is_first: bool) -> tuple[int, bool]:
         """Runs train.py. Returns its exit code, and whether the pruner has stopped it."""
         link = [sys.executable, "-I", "-c", LINK] if sys.platform == "linux" else []
-        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *words_of(own)]
+        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *cli.words_of(own)]
         command += ["--out_dir", name, "--resume", "auto"]
         threads = max(1, (os.cpu_count() or 1) // self.args.jobs)
         env = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
         # Its output has the lock. In a session of its own, else Ctrl-C would reach it twice.
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                   start_new_session=True)  # fmt: skip
+        process = Popen(command, env=env, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
         is_pruned = False
         while process.poll() is None:
             self.stopping.wait(0.2)
@@ -223,7 +217,7 @@ class Sweep:
         known = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         for number, value in enumerate(values[known:], known + 1):
             trial.report(value, number)
-        return len(values) > known and trial.should_prune()
+        return len(values) > known and trial.should_prune()  # MedianPruner, Optuna's default
 
     def summarize(self) -> int:
         """Prints what came out and what to do next, and returns the exit code."""
@@ -243,7 +237,7 @@ def devices(jobs: int) -> list[str | None]:
     are none, or where one job may have them all. A GPU that is split is one device, unless its MIG names are set."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus is None:  # --list-gpus would have lines for MIG, too
-        code, listed = subprocess.getstatusoutput("nvidia-smi --query-gpu=index --format=csv,noheader")
+        code, listed = getstatusoutput("nvidia-smi --query-gpu=index --format=csv,noheader")
         gpus = listed.replace("\n", ",") if code == 0 else ""
     names = [name for name in gpus.split(",") if name]
     return [names[job % len(names)] if names and jobs > 1 else None for job in range(jobs)]

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path[:0] = [f"{sys.argv.pop(1)}/recipes", str(Path(__file__).resolve().parents[1])]
 sys.argv[0] = "sweep.py"  # what its errors begin with
@@ -23,5 +22,5 @@ def popen(command: list[str], **options) -> subprocess.Popen:
 
 
 zygote.ZYGOTE.begin(zygote.plain(dict(os.environ)))
-sweep.subprocess = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, getstatusoutput=subprocess.getstatusoutput)
+sweep.Popen = popen
 sys.exit(sweep.main())

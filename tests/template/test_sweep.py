@@ -320,11 +320,13 @@ def test_another_search_of_the_same_name_is_refused(alone):
     assert re.fullmatch("sweep.py: error: grid.sweep is of other options: .*\n", error)
 
 
-def test_root_dir_is_that_of_the_study_too(tmp_path):
-    (tmp_path / "s.yaml").write_text("width: [4]\n")
-    printed = run_forked_sweep(f"s.yaml {OPTIONS} --epochs 1 --root_dir there", tmp_path).stdout
+def test_root_dir_is_that_of_the_study_too_and_null_is_read_as_in_a_config_file(tmp_path):
+    (tmp_path / "s.yaml").write_text("max_grad_norm: [null]\nweight_decay: null\n")  # the defaults
+    shared = "--epochs 1 --root_dir there --max_grad_norm 1 --width 4"
+    printed = run_forked_sweep(f"s.yaml {OPTIONS} {shared}", tmp_path).stdout
     assert (tmp_path / "there" / "s.sweep" / "journal").exists()
-    assert re.search(r"next: python test.py --out_dir there/\d+-\d+-s-0-width=4\n", printed)
+    (name,) = re.findall(r"next: python test.py --out_dir (there/\d+-\d+-s-0-max_grad_norm=None)\n", printed)
+    assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["max_grad_norm"] == 0
 
 
 @pytest.mark.parametrize(
