@@ -216,6 +216,7 @@ def debug(command: list[str], folder: Path, *lines: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.night  # it traces all imports, twice
 def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
     found = debug(PDB, folder, "p batch[0].shape", "n", "p images.dtype", "clear 1", "continue", "continue", "q")
     assert "torch.Size([128, 1, 8, 8])" in found and "torch.float32" in found

@@ -78,7 +78,9 @@ def last_lines(error: str) -> list[str]:
     "command, processes",
     [
         (f"{PLAIN} --devices 2", 4),
-        (f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2),
+        pytest.param(
+            f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2, marks=pytest.mark.night
+        ),
         pytest.param(f"{FABRIC_RUN} {REPO}/train.py", 2, marks=pytest.mark.night),
     ],
     ids=["plain", "torchrun", "fabric run"],

@@ -77,7 +77,13 @@ def checkout(tmp_path_factory) -> Path:
     return Path(shutil.copytree(REPO, tmp_path_factory.mktemp("readme") / "checkout", ignore=skipped))
 
 
-@pytest.mark.parametrize("command", commands(README))
+AT_NIGHT = ("torchrun", "python -m pytest -n")  # other tests start it; the same tests as without -n are collected
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, marks=pytest.mark.night if each.startswith(AT_NIGHT) else ()) for each in commands(README)],
+)
 def test_command(command: str, checkout: Path):
     """Each one needs those before it. What installs from the network, .ci/run runs."""
     if command == "python3 -m venv .venv" or command.removeprefix(".venv/bin/").startswith("pip install "):

@@ -155,7 +155,7 @@ def test_two_processes_train_on_the_same_batches(program: Path, tmp_path: Path):
 
 
 def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Path):
-    killed_and_resumed(f"{program}/{BF16} --epochs 8", tmp_path)
+    killed_and_resumed(f"{program}/{BF16} --epochs 4", tmp_path)
 
 
 @pytest.mark.night

@@ -353,7 +353,7 @@ def test_in_shards_killed_and_resumed_is_the_same_run(program: Path, whole: Path
     assert shards_of(cwd) == [12, 14, 16]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.night)])
 def test_in_shards_the_same_on_other_numbers_of_processes(program: Path, alone: Path, devices: int, tmp_path: Path):
     left_alone, killed = tmp_path / "left_alone", tmp_path / "killed"
     left_alone.mkdir(), killed.mkdir()
