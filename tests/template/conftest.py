@@ -34,12 +34,12 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # print would write the parts of a lin
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
 SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
 
-# 10 epochs of 8 steps, saved every second step, validated and logged once an epoch, four micro-batches a step. The
+# 10 epochs of 8 steps, saved every fourth step, validated and logged once an epoch, four micro-batches a step. The
 # constant schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
 # was long from the start.
 LONG = (
     "train.py --accelerator cpu --epochs 10 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
-    "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
+    "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.5 --logger_name csv"
 )
 STEPS = 80  # of LONG
 SLOW = LONG.replace("--epochs 10", "--epochs 3000")  # never ends by itself

@@ -216,7 +216,7 @@ def debug(command: list[str], folder: Path, *lines: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.night  # it traces all imports, twice
+@pytest.mark.night
 def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
     found = debug(PDB, folder, "p batch[0].shape", "n", "p images.dtype", "clear 1", "continue", "continue", "q")
     assert "torch.Size([128, 1, 8, 8])" in found and "torch.float32" in found
@@ -224,6 +224,7 @@ def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
     assert "Traceback" not in found
 
 
+@pytest.mark.night
 def test_post_mortem_of_an_exception(folder: Path):
     replace(folder, "logits", "logits = model(image)")
     found = debug(POST_MORTEM, folder, "pdb.pm()", "p images.shape", "q", "exit()")

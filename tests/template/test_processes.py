@@ -182,6 +182,7 @@ def test_another_number_of_processes_than_torchrun_has_started_is_refused(option
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.night
 def test_a_rank_of_torchrun_lives_though_a_run_has_started_torchrun(tmp_path):
     """As to evaluate. That run has not launched the rank, which here ends with its own words."""
     torchrun = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "1"}

@@ -77,7 +77,7 @@ def checkout(tmp_path_factory) -> Path:
     return Path(shutil.copytree(REPO, tmp_path_factory.mktemp("readme") / "checkout", ignore=skipped))
 
 
-AT_NIGHT = ("torchrun", "python -m pytest -n")  # other tests start it; the same tests as without -n are collected
+AT_NIGHT = ("python -m pytest -n", "python -m pytest tests")  # SHORT makes them the same as `python -m pytest`
 
 
 @pytest.mark.parametrize(
