@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, run
 
-from cli import parse_test, parse_train, read_config, to_yaml
+from cli import config_with, parse_test, parse_train, read_config, to_yaml
 from config import ConfigError, TrainConfig, mode_of, values_of
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from utils import Plan, limit, make_plan, scale_lr
@@ -342,6 +342,13 @@ def test_a_mode_in_a_file_is_not_that_of_another_monitor_that_is_given():
     for options in ("f1.yaml --monitor val/error", "f1.yaml error.yaml", "error.yaml"):
         with pytest.raises(ConfigError, match="^--monitor val/error: .*; give --monitor_mode$"):
             train(f"--config_path {options}")
+
+
+def test_a_default_mode_is_not_that_of_another_monitor_that_is_given():
+    """As in a recipe, whose defaults have both."""
+    defaults = TrainConfig(monitor="val/f1", monitor_mode="max")
+    assert config_with(defaults, {"epochs": 3.0}).monitor_mode == "max"
+    assert config_with(defaults, {"monitor": "val/error"}).monitor_mode == "auto"
 
 
 def test_the_plan_of_a_config_made_in_python_knows_the_mode():

@@ -120,7 +120,7 @@ def test_it_goes_on_elsewhere_with_the_same_bits(
     whole.mkdir()
     run(f"{LONG} {devices}", whole)
     process = start(f"{held}/{LONG} {devices} {at(disk)}", first)
-    wait_for(lambda: process.poll() is not None or newest(disk) == 30)
+    wait_for(lambda: process.poll() is not None or newest(disk) == 28)
     thrown_away(process, first)
     done = run(f"{program}/{LONG} {devices} {at(disk)}", second)
     assert f"{run_dir(second).name} comes from file://{disk}\n" in done.stdout
@@ -206,7 +206,7 @@ def test_a_finished_run_that_is_made_longer_is_not_taken_for_a_finished_one(
 def test_processes_of_torchrun_get_a_run_back_once(program: Path, held: Path, disk: Path, machines: list[Path]):
     first, second = machines
     process = start(f"{held}/{LONG} {ON_2} {at(disk)}", first)
-    wait_for(lambda: process.poll() is not None or newest(disk) == 30)
+    wait_for(lambda: process.poll() is not None or newest(disk) == 28)
     thrown_away(process, first)
     command = f"{TORCHRUN} {program}/{LONG} {ON_2} --epochs 5 {at(disk)}"
     env = os.environ | NO_SHARED_STORE
@@ -225,14 +225,14 @@ def test_a_disk_that_is_behind_gets_the_run_of_the_mirror(
     """As of a machine that comes back after another one has gone on. What it had is kept under another name."""
     first, second = machines
     process = start(f"{held}/{LONG} {at(disk)}", first)
-    wait_for(lambda: process.poll() is not None or newest(disk) == 30)
+    wait_for(lambda: process.poll() is not None or newest(disk) == 28)
     kill_group(process)
     process.communicate()
     call(f"{program}/{LONG} {at(disk)}", second)
     name = run_dir(second).name
     done = call(f"{program}/{LONG} {at(disk)}", first)
-    assert f"{name}.30-steps: so it is called now" in done.stdout and "nothing to do" in done.stdout
-    assert {path.name for path in first.iterdir()} == {name, f"{name}.30-steps"}
+    assert f"{name}.28-steps: so it is called now" in done.stdout and "nothing to do" in done.stdout
+    assert {path.name for path in first.iterdir()} == {name, f"{name}.28-steps"}
     assert_same_run(first, whole)
     assert_same_run(second, whole)
 
@@ -286,7 +286,7 @@ def test_a_disk_that_goes_away_costs_the_run_nothing(held: Path, disk: Path, cwd
     """A file lies in its place. What it had stays whole."""
     away = tmp_path / "away"
     process = start(f"{held}/{LONG} {at(disk)}", cwd)
-    wait_for(lambda: process.poll() is not None or newest(disk) == 30)
+    wait_for(lambda: process.poll() is not None or newest(disk) == 28)
     disk.rename(away)
     disk.touch()
     out = end_of(process, cwd)
@@ -295,7 +295,7 @@ def test_a_disk_that_goes_away_costs_the_run_nothing(held: Path, disk: Path, cwd
     assert out.endswith(f"--mirror file://{disk} has not the last part of the run, which is in {name} alone\n")
     assert_same_run(cwd, whole)
     assert_whole_checkpoints(away)
-    assert newest(away) == 30
+    assert newest(away) == 28
 
 
 # ---- refused
@@ -399,7 +399,7 @@ def test_a_run_on_a_server_goes_on_elsewhere_with_the_same_bits(
     server.start()
     mirror = f"--resume auto --mirror {server.address}"
     process = start(f"{held}/{LONG} {mirror}", first, **server.env)
-    wait_for(lambda: process.poll() is not None or server.newest() == 30)
+    wait_for(lambda: process.poll() is not None or server.newest() == 28)
     thrown_away(process, first)
     run(f"{program}/{LONG} {mirror}", second, **server.env)
     assert_same_run(second, whole)
@@ -422,9 +422,9 @@ def end_of(process: subprocess.Popen, cwd: Path) -> str:
 @pytest.mark.night
 def test_a_server_that_comes_after_the_start_gets_the_run(held: Path, server: Server, cwd: Path):
     process = start(f"{held}/{LONG} --mirror {server.address}", cwd, **server.env)
-    wait_for(lambda: process.poll() is not None or newest(cwd) == 30)
+    wait_for(lambda: process.poll() is not None or newest(cwd) == 28)
     server.start()
-    wait_for(lambda: process.poll() is not None or server.newest() == 30)
+    wait_for(lambda: process.poll() is not None or server.newest() == 28)
     out = end_of(process, cwd)
     assert out.count("does not answer; the run goes on, and is mirrored later (") == 1 and "alone" not in out
     assert_on_server(cwd, server)
@@ -435,14 +435,14 @@ def test_a_server_that_dies_and_comes_back_gets_the_run_again(held: Path, server
     """All of it: what it had is gone. It is told once, however often it is tried."""
     server.start()
     process = start(f"{held}/{LONG} --mirror {server.address}", cwd, **server.env)
-    wait_for(lambda: process.poll() is not None or server.newest() == 30)
+    wait_for(lambda: process.poll() is not None or server.newest() == 28)
     server.kill()
     (cwd / "go on 32").touch()
     for line in process.stdout:
         if " fails; the run goes on, and is mirrored later (" in line:
             break
     server.start()
-    wait_for(lambda: process.poll() is not None or server.newest() == 62)
+    wait_for(lambda: process.poll() is not None or server.newest() == 60)
     out = end_of(process, cwd)
     assert "fails" not in out and "alone" not in out and f"--mirror {server.address} has the run again\n" in out
     assert_on_server(cwd, server)
