@@ -32,9 +32,9 @@ def pictures(cwd: Path) -> dict[int, bytes]:
 
 
 def test_it_learns_and_is_evaluated(program: Path, tmp_path: Path):
-    options = "--accelerator cpu --epochs 8 --val_frequency 4 --base_lr 2e-3 --logger_name csv"
+    options = "--accelerator cpu --epochs 20 --val_frequency 10 --base_lr 2e-3 --logger_name csv"
     call(f"{program}/train.py {options}", tmp_path)
-    assert float(history(tmp_path)[-1]["val/mmd"]) < 0.5  # 1 where the generator makes always the same
+    assert float(history(tmp_path)[-1]["val/mmd"]) < 0.3  # 1 where the generator makes always the same
     report = call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
     assert "on 380 test samples" in report and "mmd 0." in report
 
