@@ -37,9 +37,10 @@ SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batche
 # 10 epochs of 8 steps, saved every fourth step, validated and logged once an epoch, four micro-batches a step. The
 # constant schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
 # was long from the start.
+EVERY_FOURTH_STEP = "--checkpoint_frequency 0.5"
 LONG = (
     "train.py --accelerator cpu --epochs 10 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
-    "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.5 --logger_name csv"
+    f"--width 4 --micro_batch_size 16 --lr_schedule constant {EVERY_FOURTH_STEP} --logger_name csv"
 )
 STEPS = 80  # of LONG
 SLOW = LONG.replace("--epochs 10", "--epochs 3000")  # never ends by itself

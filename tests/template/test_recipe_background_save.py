@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    EVERY_FOURTH_STEP,
     LONG,
     MEASURED,
     ON_2,
@@ -52,7 +53,7 @@ if step == 20:
 WRITTEN = 'with open("done", "a") as file:\n    file.write(f"written {step}\\n")'
 DONE = 'with open("done", "a") as file:\n    file.write(f"step {step}\\n")'
 # Saved every fourth step, logged in each step, and never validated before the end.
-RARELY = LONG.replace("--checkpoint_frequency 0.5", "--checkpoint_interval 4 --log_interval 1 --val_interval 10000")
+RARELY = LONG.replace(EVERY_FOURTH_STEP, "--checkpoint_interval 4 --log_interval 1 --val_interval 10000")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, call, history, killed_and_resumed, on_one_and_two, run_dir, weights
+from conftest import EVERY_FOURTH_STEP, LONG, call, history, killed_and_resumed, on_one_and_two, run_dir, weights
 from test_recipes import imported_train, with_recipe
 
 pytestmark = pytest.mark.recipes
@@ -39,7 +39,7 @@ def test_average_follows_the_formula(program: Path, tmp_path: Path):
     """In each step, after the optimizer's: average <- decay * average + (1 - decay) * weights. The decay rises at
     first, as a function of the step alone."""
     options = "--max_steps 4 --checkpoint_interval 1 --num_checkpoint_keep 0"
-    call(f"{program}/{LONG.replace('--checkpoint_frequency 0.5', options)}", tmp_path)
+    call(f"{program}/{LONG.replace(EVERY_FOURTH_STEP, options)}", tmp_path)
     before, *others = saved(tmp_path)
     for after, decay in zip(others, [3 / 12, 4 / 13, 5 / 14], strict=True):  # of the steps 2 to 4
         for name, raw in after["raw_model"].items():
