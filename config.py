@@ -37,7 +37,7 @@ class Run:
     root_dir: str = "."  # Directory that holds the run directories; it is made if it is missing
     comment: str = ""  # A note kept with the run: in its config.yaml and in wandb
     project: str = "fabric-template"  # Project that the run is filed under in wandb
-    seed: int = 42  # Seed of the weights, the order of the samples, dropout and augmentation
+    seed: int = 42  # Seed of the weights, the order of the samples, dropout, augmentation and a random split
     # Run directory to resume; `auto`: the newest run of this out_dir, or a new one
     resume: str | None = field(default=None, nargs=None, metavar="RUN_DIR", to_dict=False)
     # YAML files of options; later files win, the command line wins over all
@@ -126,8 +126,8 @@ class Checkpoints:
 class Debugging:
     """Debugging"""
 
-    # Rehearse a run: train for N steps (default 2), validate, save, resume; then delete it
-    fast_run: int = field(default=0, nargs="?", const=2, metavar="N")
+    # Rehearse a run: train for N steps (default 4), validate, save, resume; then delete it
+    fast_run: int = field(default=0, nargs="?", const=4, metavar="N")
     limit_train_batches: int | float = 1.0  # Effective batches per epoch: a count (5) or a fraction (0.1); 1.0: all
     limit_val_batches: int | float = 1.0  # Effective batches per validation; 0: none, then monitor train/loss
     # Validation batches before the first step, at least 1 runs; give more if a metric needs all classes
@@ -303,7 +303,7 @@ def mode_of(config: TrainConfig) -> str:
     mode = config.monitor_mode
     if by_name == mode == "auto":
         raise ConfigError(
-            f"--monitor {config.monitor}: its name does not tell if higher is better; give --monitor_mode"
+            f"--monitor {config.monitor}: its name does not tell if higher is better; check it, or give --monitor_mode"
         )
     if by_name == "auto" or by_name == mode:
         return mode

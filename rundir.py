@@ -186,6 +186,7 @@ class RunDir:
         for name in self.state.keys() - self.names:
             raise RunError(f"state: {name} came after `run.restore()`, so a resume would not restore it")
         self.check_gradients(console)
+        self.tell_rates(console)
         self.tell_modes(console)
         if self.path is None:
             self.path = self.on_rank_zero(self.make_directory)
@@ -196,8 +197,8 @@ class RunDir:
         self.on_rank_zero(self.open, step, console)
 
     def check_gradients(self, console: Console):
-        """Raises RunError if DDP would wait for a gradient that did not come, and names gradients that no optimizer
-        uses."""
+        """Raises RunError if DDP would wait for a gradient that did not come. Says so if there is none at all, and
+        names those that no optimizer uses."""
         strategy = self.fabric.strategy
         needs_all = isinstance(strategy, ResumableDDP) and not strategy.find_unused_parameters
         optimizers = [self.state[name] for name in self.description["optimizers"]]
@@ -214,6 +215,19 @@ class RunDir:
             for name in found:
                 if tensors[name] not in trained:
                     console.print(f"{name} has a gradient, but is in no optimizer of `state`")
+        if trained and all(parameter.grad is None for parameter in trained):
+            console.print("no trained parameter has a gradient in the first step: is `fabric.backward` called?")
+
+    def tell_rates(self, console: Console):
+        """Names an optimizer whose groups were built with learning rates of their own, if the loop has set one rate."""
+        for name, about in self.description["optimizers"].items():
+            built = {settings["lr"] for settings in about["settings"] if "lr" in settings}
+            now = {group.get("lr") for group in self.state[name].param_groups}
+            if len(built) > 1 and len(now) == 1 and now != {0}:  # a warm-up may begin at 0
+                console.print(
+                    f"state[{name!r}]: groups built with lr {', '.join(map(str, sorted(built)))} all have lr "
+                    f"{now.pop():g}; for rates of their own, see lr_factor in train.py"
+                )
 
     def training_modes(self) -> dict[str, bool]:
         """Whether each module in the state is in training mode, by name."""

@@ -69,7 +69,7 @@ def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
     A number that `compute` returns is averaged over the ranks. A score that is no mean, such as most of scikit-learn,
     needs the samples of all ranks: write a Metric of torchmetrics with `self.add_state("scores", [],
     dist_reduce_fx="cat")`, and append a tensor with a row per sample in `update`. In `compute`,
-    `dim_zero_cat(self.scores)` of torchmetrics.utilities has the rows of all ranks.
+    `dim_zero_cat(self.scores)` of torchmetrics.utilities has the rows of all ranks. Only these states are reset.
     """
     accuracy = MulticlassAccuracy(dataset.num_classes, average="micro", validate_args=False)
     return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # each metric has a state of its own

@@ -32,7 +32,7 @@ try '.+, .+' "nvidia-smi --query-gpu=name,driver_version,memory.total --format=c
 try 'torch .* cuda .*' "python -c 'import torch; print(\"torch\", torch.__version__, \"cuda\", torch.version.cuda)'"
 try 'commit .*' "git -C $repo log -1 --format='commit %h'"
 
-try 'finished after 2 of 2' "$train --devices 1 --fast_run --log_interval 1"
+try 'finished after 4 of 4' "$train --devices 1 --fast_run --log_interval 1"
 try 'best val/accuracy 0.9[0-9]*' "$train --devices 1 --epochs 8"
 try 'accuracy 0.9[0-9]*' "$test --out_dir train_out --devices 1"
 try 'accuracy 0.9[0-9]*' "python $repo/test.py --accelerator cpu --out_dir train_out --devices 1"

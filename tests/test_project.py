@@ -387,7 +387,7 @@ def two(place, tmp_path_factory) -> Run:
 def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(place, tmp_path: Path):
     printed = run(f"train.py {small(**place)} --fast_run", tmp_path).stdout
     assert config.TrainConfig().monitor in printed  # so it has validated
-    assert "after 1 of 2 steps" in printed and "after 2 of 2 steps" in printed
+    assert "after 2 of 4 steps" in printed and "after 4 of 4 steps" in printed
     assert list(tmp_path.iterdir()) == []
 
 

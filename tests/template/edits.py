@@ -40,6 +40,7 @@ POINTS = {
     ),
     "learning rate": ("train.py", "        lr = learning_rate(config, plan, step)\n"),
     "set lr": ("train.py", "utils.set_lr(group, lr)"),
+    "backward": ("train.py", "fabric.backward(loss)"),
     "micro-batch is done": ("train.py", "            means.add(values)\n"),
     "optimizer steps": ("train.py", "        optimizer.step()\n"),
     "step is done": ("train.py", '        state["step"] = step\n'),

@@ -98,7 +98,10 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--resume=", "--resume: must not be empty"),
         ("--config_path=", "--config_path"),
         ("--val_interval 1.5", "--val_interval"),
-        ("--monitor val/quality", "--monitor val/quality: its name does not tell if higher is better; give --monitor_"),
+        (
+            "--monitor val/quality",
+            "--monitor val/quality: its name does not tell if higher is better; check",
+        ),
         ("--monitor val/accuracy --monitor_mode min", "--monitor_mode min: the best val/accuracy is its max"),
         ("--strategy telepathy", "telepathy"),
         ("--strategy fsdp", "--strategy: invalid choice: 'fsdp'"),

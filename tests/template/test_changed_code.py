@@ -222,6 +222,29 @@ def test_a_parameter_with_a_gradient_and_no_optimizer_is_named(program, tmp_path
     assert "model.layers.0.weight (4, 1, 3, 3) has a gradient, but is in no optimizer of `state`\n" in output
 
 
+def test_a_step_without_gradients_is_told(program, tmp_path):
+    replace(program, "backward", "pass")
+    output = call(f"{program}/train.py {SMALL} --fast_run", tmp_path).stdout
+    assert output.count("no trained parameter has a gradient in the first step: is `fabric.backward` called?\n") == 2
+
+
+GROUPS = '[{"params": [*model.parameters()][:2], "lr": 1e-5}, {"params": [*model.parameters()][2:], "lr": 0.01}]'
+TOLD = "state['optimizer']: groups built with lr 1e-05, 0.01 all have lr"
+
+
+@pytest.mark.parametrize("lr, told", [
+    ("lr", [f"{TOLD} 0.0008; for rates of their own, see lr_factor in train.py"]),
+    ("lr * len(group['params'])", []),
+    ("lr * (step > 1)", []),
+])  # fmt: skip
+def test_learning_rates_that_the_loop_replaces_are_told(lr: str, told: list, program, tmp_path):
+    """As far as a fact shows it: all groups have one rate, and a rate of 0 may be that of a warm-up."""
+    replace(program, "optimizer", ADAMW.format(GROUPS))
+    replace(program, "set lr", f"utils.set_lr(group, {lr})")
+    output = call(f"{program}/train.py {SMALL}", tmp_path).stdout
+    assert [line for line in output.splitlines() if "built with lr" in line] == told
+
+
 def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(program, tmp_path):
     """Fabric's module registers the model under two names, so the given weights would stay in it."""
     given = "{name: 1.0 * parameter for name, parameter in model.named_parameters()}"

@@ -112,10 +112,15 @@ def test_changed_validation_data_are_told(tmp_path):
     assert resumed(program, tmp_path, 8) == ["the first validation batch"]
 
 
-def test_a_dataset_that_draws_from_a_generator_of_its_own_is_told_by_a_rehearsal(tmp_path):
-    """A resumed run would be another one."""
-    program = insert_before(tmp_path / "program", "fetch", "np.random.default_rng().shuffle(indices)")
-    assert told(call(f"{program}/train.py {SMALL} --fast_run", tmp_path).stdout)[-1] == "the batch of step 1"
+GENERATOR = "self.num_classes, self.generator = num_classes, np.random.default_rng({})"
+
+
+@pytest.mark.parametrize("seed", ["", "0"])
+def test_a_dataset_that_draws_from_a_generator_of_its_own_is_told_by_a_rehearsal(seed: str, tmp_path):
+    """A resumed run would be another one: it makes the generator anew."""
+    program = replace(tmp_path / "program", "num_classes", GENERATOR.format(seed))
+    insert_before(program, "fetch", "self.generator.shuffle(indices)")
+    assert told(call(f"{program}/train.py {SMALL} --fast_run", tmp_path).stdout)[-1] == "the batch of step 2"
 
 
 ORDER = """

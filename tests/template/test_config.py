@@ -223,7 +223,7 @@ def test_compile_takes_a_mode_of_torch_compile(options: str, value: str):
     assert train(options).compile == value
 
 
-@pytest.mark.parametrize("options, value", [("", 0), ("--fast_run", 2), ("--fast_run 3", 3), ("--fast_run=3", 3)])
+@pytest.mark.parametrize("options, value", [("", 0), ("--fast_run", 4), ("--fast_run 3", 3), ("--fast_run=3", 3)])
 def test_fast_run(options: str, value: int):
     assert train(options).fast_run == value
 

@@ -62,7 +62,7 @@ def test_a_dataset_of_tuples_of_any_length(program: Path, cwd: Path):
     with_samples(program, "image, [target, index], 1.0")
     replace(program, "image shape", "image, _, _ = dataset[0]")
     replace(program, "batch", "    images, (targets, _), _ = batch\n")
-    assert "finished after 2 of 2 steps" in call(f"{program}/train.py --accelerator cpu --fast_run", cwd).stdout
+    assert "finished after 4 of 4 steps" in call(f"{program}/train.py --accelerator cpu --fast_run", cwd).stdout
 
 
 def test_a_validation_set_of_fewer_samples_than_processes_is_refused(program: Path, cwd: Path):

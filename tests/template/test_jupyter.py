@@ -116,7 +116,7 @@ def test_the_cells_train_after_mistakes_in_the_options_the_notebook_and_a_file(k
     assert "finished after 38 of 38 steps" in kernel.printed
 
     assert kernel(BAD_OPTION) == result(BAD_OPTION) == "ConfigError"
-    assert "--monitor val/f1: its name does not tell if higher is better; give --monitor_mode" in kernel.printed
+    assert "--monitor val/f1: its name does not tell if higher is better; check it, or give" in kernel.printed
 
     assert kernel(BAD_CODE) == result(BAD_CODE) == "NameError"
     kernel("%debug", "p logits.shape", "q")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, call, clean_environment, diffs, edited, run
+from edits import insert_before, replace
 
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig
@@ -130,12 +131,17 @@ def test_the_loss_and_the_loop_are_shown_as_they_are(page: str):
 
 
 def test_the_trained_model_can_be_used_elsewhere(tmp_path: Path):
-    call(f"train.py {SMALL} --out_dir used", tmp_path)
-    *_, code = python_of(README)
+    """With the samples of test.py, also where they are split at random."""
+    program = replace(tmp_path / "program", "permutation", "np.random")
+    insert_before(program, "statistics", 'print("test set", test[:5])')
+    call(f"{program}/train.py {SMALL} --out_dir used", tmp_path)
     (folder,) = tmp_path.glob("*-used")
+    (split,) = re.findall("test set .*", call(f"{program}/test.py --accelerator cpu --out_dir used", tmp_path).stdout)
+    *_, code = python_of(README)
     code = code.replace("20261122-102325-train_out", folder.name)
-    (tmp_path / "use.py").write_text(f"import sys\n\nsys.path.insert(0, {str(REPO)!r})\n{code}")
-    assert re.fullmatch(r"tensor\(\d\)\n", run(f"{tmp_path}/use.py", tmp_path).stdout)
+    (tmp_path / "use.py").write_text(f"import sys\n\nsys.path.insert(0, {str(program)!r})\n{code}")
+    used = run(f"{tmp_path}/use.py", tmp_path).stdout
+    assert re.fullmatch(rf"{re.escape(split)}\ntensor\(\d\)\n", used)
 
 
 def test_both_languages_show_the_same():
