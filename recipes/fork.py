@@ -6,8 +6,8 @@ python recipes/fork.py RUN --out_dir NAME      # with the newest checkpoint of a
 A fork is a run that was killed right after that step, in a directory of its own: the last line is the command that goes
 on with it. Any option may change that the weights and the optimizer fit, also those that a resume cannot change. The
 step stays: with another --effective_batch_size, it is in another epoch. With another --seed, datasets that are split by
-a global generator are split anew, and the parent may have trained on the new test set. The best value starts anew. metrics.csv begins
-with the rows of the parent; provenance/parent.json has the path, step and SHA-256 of the checkpoint.
+a global generator are split anew, and the parent may have trained on the new test set. The best value starts anew.
+metrics.csv begins with the rows of the parent; provenance/parent.json has the path, step and SHA-256 of the checkpoint.
 
 A decay branch (warm-up, stable, decay) of a run with --lr_schedule constant and 19 steps per epoch: the rate falls from
 epoch 10 on. A second try after a spike, with the samples in another order. A sweep from a warm checkpoint:

@@ -323,7 +323,7 @@ def test_the_last_word_of_a_name_tells_what_is_best(names: str, mode: str):
     ["val/false_match_rate", "val/f1", "val/error", "val/accuracy_rate", "val/topaccuracy", "val/loss_2", "val/Loss"],
 )
 def test_the_mode_of_any_other_value_is_asked_for(name: str):
-    with pytest.raises(ConfigError, match=f"^--monitor {name}: .*; give --monitor_mode$"):
+    with pytest.raises(ConfigError, match=f"^--monitor {name}: .*, or give --monitor_mode$"):
         train(f"--monitor {name}")
     for mode in ("max", "min"):
         assert mode_of(train(f"--monitor {name} --monitor_mode {mode}")) == mode
@@ -340,7 +340,7 @@ def test_a_mode_in_a_file_is_not_that_of_another_monitor_that_is_given():
     assert mode_of(train("--config_path f1.yaml --monitor val/error --monitor_mode min")) == "min"
     assert mode_of(train("--config_path error.yaml --monitor_mode min")) == "min"
     for options in ("f1.yaml --monitor val/error", "f1.yaml error.yaml", "error.yaml"):
-        with pytest.raises(ConfigError, match="^--monitor val/error: .*; give --monitor_mode$"):
+        with pytest.raises(ConfigError, match="^--monitor val/error: .*, or give --monitor_mode$"):
             train(f"--config_path {options}")
 
 

@@ -220,7 +220,7 @@ def debug(command: list[str], folder: Path, *lines: str) -> str:
 def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
     found = debug(PDB, folder, "p batch[0].shape", "n", "p images.dtype", "clear 1", "continue", "continue", "q")
     assert "torch.Size([128, 1, 8, 8])" in found and "torch.float32" in found
-    assert found.count("finished after 2 of 2 steps") == found.count("Exit status: 0") == 2
+    assert found.count("finished after 4 of 4 steps") == found.count("Exit status: 0") == 2
     assert "Traceback" not in found
 
 
@@ -299,7 +299,7 @@ def test_vs_code_stops_at_a_breakpoint(editor, folder: Path):
     vs_code.send("setBreakpoints", source={"path": str(folder / "train.py")}, breakpoints=[])
     vs_code.send("continue", threadId=thread)
     assert vs_code.wait("exited")["exitCode"] == 0
-    assert "finished after 2 of 2 steps" in vs_code.printed
+    assert "finished after 4 of 4 steps" in vs_code.printed
 
 
 def test_vs_code_stops_at_an_exception(editor, folder: Path):

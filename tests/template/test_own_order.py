@@ -95,4 +95,4 @@ def test_it_is_the_same_on_any_number_of_devices_and_at_each_call():
 def test_an_order_that_is_too_short_is_told(tmp_path):
     program = edit(tmp_path / "program", ORDER.replace("return torch.cat", "return first; torch.cat"))
     error = call(f"{program}/train.py --accelerator cpu --fast_run", tmp_path, code=2).stderr
-    assert error == "train.py: error: an epoch needs 64 indices, but Ordered gives 16\n"
+    assert error == "train.py: error: an epoch needs 128 indices, but Ordered gives 16\n"

@@ -68,7 +68,7 @@ def test_edit(number: int, tmp_path: Path):
         torch.save((torch.rand(200, 1, 8, 8), torch.randint(10, (200,))), tmp_path / f"{split}.pt")
     options = " ".join(option for word, option in OPTIONS.items() if word in DIFFS[number])
     done = call(f"{edited(DIFFS[number], tmp_path)}/train.py --accelerator cpu --fast_run {options}", tmp_path)
-    assert "finished after 2 of 2 steps" in done.stdout
+    assert "finished after 4 of 4 steps" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ def test_a_rehearsal_is_left_out(program: Path, cwd: Path, monkeypatch):
     store = f"sqlite:///{cwd}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     done = call(f"{program}/train.py {SMALL} --logger_name csv mlflow --fast_run", cwd)
-    assert "finished after 2 of 2 steps" in done.stdout
+    assert "finished after 4 of 4 steps" in done.stdout
     client = mlflow.MlflowClient(store)
     assert [experiment.name for experiment in client.search_experiments()] == ["Default"]
     assert client.search_runs(["0"]) == []

@@ -60,7 +60,7 @@ def assert_both_edits_train(project: Path) -> None:
     text = (project / "train.py").read_text()
     assert "torch.optim.SGD" in text and "label_smoothing=0.1" in text
     done = call(f"{project}/train.py --accelerator cpu --fast_run", project)
-    assert "train/smooth" in done.stdout and "finished after 2 of 2 steps" in done.stdout
+    assert "train/smooth" in done.stdout and "finished after 4 of 4 steps" in done.stdout
 
 
 def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
