@@ -37,6 +37,8 @@ PR_SET_CHILD_SUBREAPER = 36
 LATE = (
     "HOME", "PATH", "TZ", "PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL",
 )  # fmt: skip
+# Of the zygote: its memory lies in huge pages, where the system has them, so that a fork has fewer to copy.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 FORK_RANKS = False
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -62,7 +64,9 @@ class Zygote:
         code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import zygote; zygote.serve(sys.argv[1])"
         command = [sys.executable, "-c", code, str(other.fileno())]
         null = subprocess.DEVNULL
-        self.process = subprocess.Popen(command, env=env, stdin=null, stdout=null, pass_fds=[other.fileno()])
+        self.process = subprocess.Popen(
+            command, env=env | HUGE_PAGES, stdin=null, stdout=null, pass_fds=[other.fileno()]
+        )
         other.close()
         atexit.register(self.end)
         if self.socket.recv(99) != b"ready":  # it has threads, as where a library of this machine starts one
@@ -123,6 +127,7 @@ def popen(args: list[str], env: dict[str, str], **options: Any) -> subprocess.Po
 
 def serve(fd: str) -> None:
     """Imports what the forks share, and answers."""
+    gc.disable()  # the imports create a million objects that stay
     names = SHARED.split()
     if importlib.util.find_spec("pyarrow"):  # sklearn would import it, and it starts threads
         names.remove("sklearn.datasets")
@@ -130,6 +135,7 @@ def serve(fd: str) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
     channel = socket.socket(fileno=int(fd))
     with open("/proc/self/status") as status:
         if "Threads:\t1\n" not in status.read():

@@ -116,9 +116,14 @@ def test_the_folder_of_a_rehearsal_that_goes_on_is_not_removed(program: Path, cw
 @pytest.mark.parametrize(
     "code, message, exit_code",
     [
-        ("raise ValueError('wrong shape')", "ValueError: wrong shape", 1),
         ("raise utils.ConfigError('--width 4: too narrow')", "train.py: error: --width 4: too narrow", 2),
-        ("os.kill(os.getpid(), signal.SIGBUS)", "micro_batch.py: error: .+ ended with exit code -7", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.night)
+            for each in (
+                ("raise ValueError('wrong shape')", "ValueError: wrong shape", 1),
+                ("os.kill(os.getpid(), signal.SIGBUS)", "micro_batch.py: error: .+ ended with exit code -7", 1),
+            )
+        ),
     ],
 )
 def test_another_failure_is_told_as_it_is(code: str, message: str, exit_code: int, program: Path, cwd: Path):

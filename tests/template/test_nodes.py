@@ -74,14 +74,13 @@ def last_lines(error: str) -> list[str]:
 # ---- launchers
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     "command, processes",
     [
         (f"{PLAIN} --devices 2", 4),
-        pytest.param(
-            f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2, marks=pytest.mark.night
-        ),
-        pytest.param(f"{FABRIC_RUN} {REPO}/train.py", 2, marks=pytest.mark.night),
+        (f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2),
+        (f"{FABRIC_RUN} {REPO}/train.py", 2),
     ],
     ids=["plain", "torchrun", "fabric run"],
 )

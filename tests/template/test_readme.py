@@ -78,7 +78,8 @@ def checkout(tmp_path_factory) -> Path:
     return Path(shutil.copytree(REPO, tmp_path_factory.mktemp("readme") / "checkout", ignore=skipped))
 
 
-AT_NIGHT = ("python -m pytest -n", "python -m pytest tests")  # SHORT makes them the same as `python -m pytest`
+# torchrun starts three interpreters. SHORT makes the others the same as `python -m pytest`.
+AT_NIGHT = ("torchrun", "python -m pytest -n", "python -m pytest tests")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def is_waiting(pid: int) -> bool:
     return cpu_time(pid) == before
 
 
-@pytest.mark.recipes
+@pytest.mark.night
 def test_the_stacks_tell_which_process_the_others_wait_for(tmp_path: Path):
     """The second one sleeps in the loop; the first one waits for its gradients."""
     hang = "if step == 20 and fabric.global_rank == 1:\n    open('hangs', 'w')\n    __import__('time').sleep(1000)"

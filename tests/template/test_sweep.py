@@ -228,9 +228,8 @@ def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeyp
     assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
 
 
-@pytest.mark.parametrize(
-    "number, code", [pytest.param(signal.SIGTERM, "75", marks=pytest.mark.night), (signal.SIGKILL, "-9")]
-)
+@pytest.mark.night
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, "75"), (signal.SIGKILL, "-9")])
 def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(number, code, cwd):
     (cwd / "grid.yaml").write_text("width: [4]\n")
     command = f"{SWEEP} grid.yaml {OPTIONS} --epochs 60"
