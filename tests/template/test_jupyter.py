@@ -219,7 +219,7 @@ def debug(command: list[str], folder: Path, *lines: str) -> str:
 @pytest.mark.night
 def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
     found = debug(PDB, folder, "p batch[0].shape", "n", "p images.dtype", "clear 1", "continue", "continue", "q")
-    assert "torch.Size([128, 1, 8, 8])" in found and "torch.float32" in found
+    assert "torch.Size([200, 1, 8, 8])" in found and "torch.float32" in found
     assert found.count("finished after 4 of 4 steps") == found.count("Exit status: 0") == 2
     assert "Traceback" not in found
 
@@ -228,7 +228,7 @@ def test_pdb_stops_in_the_loss_and_then_trains_twice(folder: Path):
 def test_post_mortem_of_an_exception(folder: Path):
     replace(folder, "logits", "logits = model(image)")
     found = debug(POST_MORTEM, folder, "pdb.pm()", "p images.shape", "q", "exit()")
-    assert "NameError" in found and "torch.Size([128, 1, 8, 8])" in found
+    assert "NameError" in found and "torch.Size([200, 1, 8, 8])" in found
 
 
 class Editor:
@@ -295,7 +295,7 @@ def test_vs_code_stops_at_a_breakpoint(editor, folder: Path):
     line = (folder / "train.py").read_text().splitlines().index("    logits = model(images)") + 1
     vs_code = editor(setBreakpoints={"source": {"path": str(folder / "train.py")}, "breakpoints": [{"line": line}]})
     thread = vs_code.wait("stopped")["threadId"]
-    assert vs_code.evaluate("tuple(images.shape)", thread) == "(128, 1, 8, 8)"
+    assert vs_code.evaluate("tuple(images.shape)", thread) == "(200, 1, 8, 8)"
     vs_code.send("setBreakpoints", source={"path": str(folder / "train.py")}, breakpoints=[])
     vs_code.send("continue", threadId=thread)
     assert vs_code.wait("exited")["exitCode"] == 0
