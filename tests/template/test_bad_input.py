@@ -100,7 +100,7 @@ def make_run(cwd: Path, name: str = "20260101-000000-train_out", config: str | N
         ("--val_interval 1.5", "--val_interval"),
         (
             "--monitor val/quality",
-            "--monitor val/quality: its name does not tell if higher is better; check",
+            "--monitor val/quality: its name does not tell if higher is better; check it, or give --monitor_mode",
         ),
         ("--monitor val/accuracy --monitor_mode min", "--monitor_mode min: the best val/accuracy is its max"),
         ("--strategy telepathy", "telepathy"),

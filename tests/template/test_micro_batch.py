@@ -117,12 +117,12 @@ def test_the_folder_of_a_rehearsal_that_goes_on_is_not_removed(program: Path, cw
     "code, message, exit_code",
     [
         ("raise utils.ConfigError('--width 4: too narrow')", "train.py: error: --width 4: too narrow", 2),
-        *(
-            pytest.param(*each, marks=pytest.mark.night)
-            for each in (
-                ("raise ValueError('wrong shape')", "ValueError: wrong shape", 1),
-                ("os.kill(os.getpid(), signal.SIGBUS)", "micro_batch.py: error: .+ ended with exit code -7", 1),
-            )
+        pytest.param("raise ValueError('wrong shape')", "ValueError: wrong shape", 1, marks=pytest.mark.night),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGBUS)",
+            "micro_batch.py: error: .+ ended with exit code -7",
+            1,
+            marks=pytest.mark.night,
         ),
     ],
 )
