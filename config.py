@@ -4,14 +4,12 @@ text; a class is a group of the help, its docstring the title.
 Nothing here imports torch, so that `--help` and a mistyped option are answered at once.
 """
 
-from dataclasses import dataclass, fields
-from math import inf
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from simple_parsing import field
-from simple_parsing.helpers.serialization import to_dict
-from simple_parsing.utils import flatten_join
+
+from runtime.options import check, set_defaults
 
 # Without 16-true, in which the second moments of Adam vanish.
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true"]
@@ -19,14 +17,7 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true"]
 Strategy = Literal["auto", "ddp", "dp", "ddp_find_unused_parameters_true", "ddp_fork"]
 CompileMode = Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Loggers = tuple[Literal["csv", "tensorboard", "wandb"], ...]
-
-
-class ConfigError(ValueError):
-    """A mistake in the options, or in what they name. The scripts print it as one line and exit with code 2."""
-
-
-class RunError(RuntimeError):
-    """Ends a run for a reason that is no bug. The scripts print it as one line and exit with code 1."""
+NOT_GIVEN: Any = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +109,10 @@ class Checkpoints:
     checkpoint_frequency: float = 1.0  # Epochs between two checkpoints; 0: only the last, and no best.ckpt
     checkpoint_interval: int = 0  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int = 3  # Number of newest checkpoints to keep, besides best.ckpt; 0 keeps all
-    monitor: str = "val/accuracy"  # The value that decides which checkpoint is best
-    monitor_mode: Literal["auto", "max", "min"] = "auto"  # auto: min for a `loss`, max for an `accuracy`
+    # The value that decides which checkpoint is best, given together with monitor_mode; None: val/accuracy
+    monitor: str = field(default=NOT_GIVEN, metavar="NAME")
+    # Whether the maximum or the minimum of `monitor` is best; None: max
+    monitor_mode: Literal["max", "min"] = NOT_GIVEN
 
 
 @dataclass(frozen=True)
@@ -140,8 +133,13 @@ class Debugging:
 class TrainConfig(Debugging, Checkpoints, Logging, Optimization, Batch, Devices, Data, Run):
     """Train a model. All options have defaults."""
 
+    # A resume cannot change these, beside the seed, the batch size and what decides which checkpoint is best.
+    fixed_on_resume = ("dataset", "width", "dropout")
+    per_host = ("data_dir",)  # may differ between the machines of a run
+
     def __post_init__(self):
-        check(self)
+        set_defaults(self, monitor="val/accuracy", monitor_mode="max")
+        check(self, ABOVE_0, AT_LEAST_0, BELOW)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ class Evaluation:
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     data_dir: str = ""  # Directory of the dataset's files; by default that of the training
     precision: Literal["auto", Precision] = "auto"  # As in train.py; auto: that of the training
-    batch_size: int = 0  # Samples per forward pass of a device; 0: as in a validation on one device
+    batch_size: int = 0  # Samples per forward pass of a device; 0: as in the training on one device
     num_workers: int = 0  # Processes per device that load data
     predictions: bool = False  # Write the metrics' arguments, such as logits, for each sample into predictions_*.pt
 
@@ -163,8 +161,10 @@ class Evaluation:
 class TestConfig(Machine, Evaluation):
     """Evaluate a run of train.py; data and model are those of the checkpoint's config."""
 
+    per_host = ("data_dir",)
+
     def __post_init__(self):
-        check(self)
+        check(self, ABOVE_0, AT_LEAST_0, BELOW)
 
 
 # ---- bounds. An option that is in none of these lists may have any value of its type.
@@ -201,124 +201,3 @@ AT_LEAST_0 = [
     "num_sanity_val_steps",
 ]
 BELOW = {"seed": 2**32, "dropout": 1, "timeout": 2**21}
-NOT_EMPTY = ["out_dir", "root_dir", "resume", "config_path", "devices", "logger_name", "monitor", "checkpoint"]
-PATHS = ("out_dir", "root_dir", "data_dir", "resume", "checkpoint")  # in which ~ is the home directory
-NULL = {"checkpoint_frequency": 0, "num_checkpoint_keep": 0}  # `null` of older versions; of other options, the default
-
-# ---- what a resume may change
-
-# A change of these would make the saved state, the best value, or the position within the epoch meaningless.
-FIXED_ON_RESUME = (
-    "out_dir",
-    "seed",
-    "dataset",
-    "effective_batch_size",
-    "limit_train_batches",
-    "width",
-    "dropout",
-    "monitor",
-    "monitor_mode",
-)
-LENGTH_OPTIONS = ("epochs", "max_steps", "early_stopping_patience")  # can make a finished run longer
-# A finished run may be given other values of these, and stays finished: they do not change what is trained.
-UNTRAINED_OPTIONS = [
-    "root_dir",
-    "comment",
-    "project",
-    "data_dir",
-    "accelerator",
-    "devices",
-    "num_nodes",
-    "strategy",
-    "timeout",
-    "num_workers",
-    "logger_name",
-    "summary",
-]
-PER_HOST_OPTIONS = ("devices", "data_dir", "num_workers")  # may differ between the machines of a run
-
-
-def values_of(config: Any) -> dict:
-    """The values of all options by name, without `resume` and `config_path`. An option of a nested dataclass is named
-    with a dot: `optim.momentum` for `optim: OptimConfig = OptimConfig()` with a field `momentum`."""
-    return flatten_join(to_dict(config))
-
-
-def check(config: Any):
-    """Raises ConfigError for the mistakes in a TrainConfig or TestConfig; the message names each option."""
-    found = []
-    for option in fields(config):
-        name = option.name
-        value = getattr(config, name)
-        values = value if isinstance(value, tuple) else (value,)
-        choices = choices_of(option.type)
-        if choices and not set(choices).issuperset(values):
-            found.append(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if name in ABOVE_0 and not 0 < value < inf:
-            found.append(f"--{name} {value}: must be above 0")
-        if name in AT_LEAST_0 and not 0 <= value < inf:
-            found.append(f"--{name} {value}: must be at least 0")
-        if name in BELOW and not value < BELOW[name]:
-            found.append(f"--{name} {value}: must be below {BELOW[name]}")
-    if "://" in config.root_dir:
-        found.append(f"--root_dir {config.root_dir}: must be a directory, not a URL")
-    if isinstance(config, TrainConfig):
-        found += problems_of_training(config)
-    if found:
-        raise ConfigError("; ".join(found))
-
-
-def choices_of(kind: Any) -> tuple:
-    """The values of a Literal, or of a tuple of them; otherwise ()."""
-    if get_origin(kind) is tuple:
-        kind = get_args(kind)[0]
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-def problems_of_training(config: TrainConfig) -> list:
-    """The mistakes in options that train.py alone has."""
-    found = []
-    for name in ("limit_train_batches", "limit_val_batches"):
-        value = getattr(config, name)
-        if isinstance(value, float) and not 0 < value <= 1:
-            found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
-    if config.fast_run != 0 and config.fast_run < 2:
-        found.append(f"--fast_run {config.fast_run}: must be at least 2")
-    if Path(config.out_dir).name in ("", ".."):
-        found.append(f"--out_dir {config.out_dir}: must end in the name of a directory")
-    size = config.effective_batch_size
-    if config.devices.isdecimal() and int(config.devices) > size:
-        found.append(f"--devices {config.devices}: must be at most --effective_batch_size {size}")
-    if config.warmup_epochs > config.epochs and not config.max_steps:
-        found.append(f"--warmup_epochs {config.warmup_epochs:g}: must be at most --epochs {config.epochs:g}")
-    return found
-
-
-def mode_of(config: TrainConfig) -> str:
-    """Whether the "max" or the "min" of `monitor` is best. The last word of its name tells it for a `loss` and an
-    `accuracy`; for any other it is `monitor_mode`. Raises ConfigError if neither tells, or they contradict each other.
-    """
-    word = config.monitor.replace("_", "/").split("/")[-1]
-    by_name = {"loss": "min", "accuracy": "max"}.get(word, "auto")
-    mode = config.monitor_mode
-    if by_name == mode == "auto":
-        raise ConfigError(
-            f"--monitor {config.monitor}: its name does not tell if higher is better; check it, or give --monitor_mode"
-        )
-    if by_name == "auto" or by_name == mode:
-        return mode
-    if mode == "auto":
-        return by_name
-    raise ConfigError(f"--monitor_mode {mode}: the best {config.monitor} is its {by_name}")
-
-
-def is_longer(config: TrainConfig, before: TrainConfig) -> bool:
-    """Whether the options may give a finished run more steps than those before."""
-    patience = config.early_stopping_patience or inf
-    if patience > (before.early_stopping_patience or inf):
-        return True
-    if config.max_steps and before.max_steps:
-        return config.max_steps > before.max_steps
-    if config.max_steps or before.max_steps:  # steps and epochs cannot be compared here
-        return True
-    return config.epochs > before.epochs

@@ -12,24 +12,25 @@ FOLDERS=reversed in the environment, folders list their files in the reverse ord
 import os
 import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import cli
 from config import TrainConfig
+from runtime import cli
 
 RECORD, MODULES, KILL, SHIFT, *OPTIONS = sys.argv[1:]
-CONFIG = cli.parse_or_exit(lambda argv: cli.parse_train(OPTIONS))
+CONFIG = cli.parse_or_exit(lambda cls, argv: cli.parse_train(cls, OPTIONS), TrainConfig)
 
 from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-import data  # noqa: E402
 import train  # noqa: E402
-from launch import run_and_exit  # noqa: E402
+from runtime import loader  # noqa: E402
+from runtime.launch import run_and_exit  # noqa: E402
 
 seeder = train.seeder
 compute_loss = train.compute_loss
@@ -37,6 +38,13 @@ now: dict[str, Any] = {"step": None, "number": None}  # of the micro-batch; None
 followed: set[int] = set()
 listdir = os.listdir
 scandir = os.scandir
+
+
+def checksum(value: Any) -> int | None:
+    """None for what cannot be saved."""
+    with suppress(Exception):
+        return loader.checksum(apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu()))
+    return None
 
 
 def recorded_seeder(device: str, tag: str, seed: int):
@@ -61,7 +69,7 @@ def recorded_loss(model, *arguments, **named):
     if now["number"] is not None:
         values = [value for value in (*arguments, *named.values()) if not isinstance(value, (TrainConfig, nn.Module))]
         with open(RECORD, "a") as file:
-            checksums = " ".join(str(data.checksum(value)) for value in values)
+            checksums = " ".join(str(checksum(value)) for value in values)
             file.write(f"{now['step']} {now['number']} {checksums}\n")
     return compute_loss(model, *arguments, **named)
 
@@ -101,7 +109,7 @@ def record_gradient(name: str, parameter: Tensor):
 def record(what: str, value: Any):
     if now["number"] is not None:
         with open(MODULES, "a") as file:
-            file.write(f"step {now['step']}, micro-batch {now['number']}, {what}: {data.checksum(value)}\n")
+            file.write(f"step {now['step']}, micro-batch {now['number']}, {what}: {checksum(value)}\n")
 
 
 class Reversed:

@@ -33,8 +33,10 @@ sys.path.insert(0, str(REPO))
 
 import zygote  # noqa: E402
 
-import cli  # noqa: E402
 import config  # noqa: E402
+from runtime import cli  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
+from runtime.options import values_of  # noqa: E402
 
 # The options of a run of 10 steps, in epochs of 4. A step has two micro-batches. Every step is logged; 5 and 10 are
 # validated; 3, 6, 9 and 10 are saved. It is killed in step 9, and resumed after step 6, in the middle of
@@ -93,7 +95,7 @@ def words(place: dict[str, str]) -> str:
 
 def small(cls: type = config.TrainConfig, **changed: str) -> str:
     """The options of a small run. Those that train.py or test.py does not have are left out."""
-    known = config.values_of(cls())
+    known = values_of(cls())
     given = {name: value for name, value in (SMALL | changed).items() if name in known}
     if "data_dir" in given:
         given["data_dir"] = str(Path(given["data_dir"]).absolute())  # the runs start in other folders
@@ -207,7 +209,7 @@ def contents(folder: Path) -> dict[str, str]:
                 summary.pop(measured)
             found[name] = json.dumps(summary, sort_keys=True)
         elif path.name == "config.yaml":
-            options = config.values_of(cli.read_config(folder))
+            options = values_of(cli.read_config(config.TrainConfig, folder))
             options.pop("num_workers", None)  # may change on a resume
             found |= {f"--{name}": repr(value) for name, value in options.items()}
         else:
@@ -314,8 +316,8 @@ def last_lines(request: pytest.FixtureRequest) -> None:
         def pytest_terminal_summary(self, terminalreporter: Any) -> None:
             for subject, things in SHOWN.items():
                 terminalreporter.write_line(f"{subject}: {', '.join(things)}")
-            with suppress(config.ConfigError):  # if a default is not valid
-                known = config.values_of(config.TrainConfig())
+            with suppress(ConfigError):  # if a default is not valid
+                known = values_of(config.TrainConfig())
                 unknown = ", ".join(name for name in SMALL if name not in known)
                 if unknown:
                     terminalreporter.write_line(f"SMALL has options that train.py does not have: {unknown}")
@@ -347,7 +349,7 @@ def whole(place, tmp_path_factory) -> Run:
 def killed(place, tmp_path_factory) -> Run:
     """The same run, killed in step 9."""
     found = Run.train(tmp_path_factory.mktemp("killed"), small(**place), KILL)
-    assert not cli.is_finished(found.folder)
+    assert cli.read_summary(found.folder)["state"] != "finished"
     return found
 
 
@@ -359,7 +361,7 @@ def resumed(request, killed: Run, tmp_path_factory) -> Run:
     if request.param == "here":
         return killed.resume(cwd)
     start = tmp_path_factory.mktemp("start")
-    workers = f"--num_workers {WORKERS}" if "num_workers" in config.values_of(config.TrainConfig()) else ""
+    workers = f"--num_workers {WORKERS}" if "num_workers" in values_of(config.TrainConfig()) else ""
     others = {"PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "LC_ALL": "C", "FOLDERS": "reversed"}
     return killed.resume(cwd, workers, start, is_fresh=True, **others)
 
@@ -387,7 +389,7 @@ def two(place, tmp_path_factory) -> Run:
 def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(place, tmp_path: Path):
     printed = run(f"train.py {small(**place)} --fast_run", tmp_path).stdout
     assert config.TrainConfig().monitor in printed  # so it has validated
-    assert "after 2 of 4 steps" in printed and "after 4 of 4 steps" in printed
+    assert "after 2 of 2 steps" in printed and "after 4 of 4 steps" in printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -554,18 +556,18 @@ def test_what_was_validated_is_what_is_evaluated(place, tmp_path: Path):
 def test_every_option_has_a_valid_default_and_is_in_the_help(script: str, cls: type, tmp_path: Path):
     cls()  # raises ConfigError if a default is not valid
     words = run(f"{script} --help", tmp_path).stdout.split()
-    assert [name for name in config.values_of(cls()) if f"--{name}" not in words] == []
+    assert [name for name in values_of(cls()) if f"--{name}" not in words] == []
 
 
 def test_the_defaults_can_be_written_and_read():
-    assert cli.config_of(cli.to_yaml(config.TrainConfig())) == config.TrainConfig()
+    assert cli.config_of(config.TrainConfig, cli.to_yaml(config.TrainConfig())) == config.TrainConfig()
 
 
 def test_a_run_has_the_options_that_were_given(whole: Run, place, monkeypatch: pytest.MonkeyPatch):
     for name in os.environ.keys() - environment().keys():
         monkeypatch.delenv(name)  # as in the run
-    given = cli.parse_train(small(**place).split())
-    written = cli.read_config(whole.folder)
+    given = cli.parse_train(config.TrainConfig, small(**place).split())
+    written = cli.read_config(config.TrainConfig, whole.folder)
     assert written == given
 
 

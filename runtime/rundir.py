@@ -16,21 +16,38 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric, is_wrapped
+from lightning.fabric import Fabric
 from torch import nn
 
-import checkpoints
-from cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run, to_yaml
-from config import FIXED_ON_RESUME, ConfigError, RunError, TrainConfig, values_of
-from launch import NO_LIMIT, ResumableDDP, changed_files, check_ranks, difference, gloo_group, handle_signals
-from loggers import Console, open_loggers, scalars_of
-from utils import atomically, check_values, parameters_of, regular_file, write_json
+from runtime import checkpoints
+from runtime.cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run, read_summary, say, to_yaml
+from runtime.errors import ConfigError, RunError
+from runtime.files import atomically, write_json
+from runtime.launch import (
+    NO_LIMIT,
+    PREEMPTED,
+    ResumableDDP,
+    StopSignals,
+    build_fabric,
+    build_in_turn,
+    changed_files,
+    check_ranks,
+    difference,
+    gloo_group,
+    handle_signals,
+    launch,
+)
+from runtime.loader import fingerprint
+from runtime.loggers import Console, open_loggers, scalars_of
+from runtime.meters import parameters_of
+from runtime.options import fixed_options
 
 TIMESTAMP = "%Y%m%d-%H%M%S"
 # The commit, and the names of changed files; nothing without git. It takes no lock, which would fail a `git commit` at
@@ -56,7 +73,7 @@ def write_provenance(run_dir: Path, fabric: Fabric):
         f"source files in {folder.name}",
         *packages,
     ]
-    with open(run_dir / "provenance" / time.strftime(f"{TIMESTAMP}.txt"), "a", opener=regular_file) as file:
+    with open(run_dir / "provenance" / time.strftime(f"{TIMESTAMP}.txt"), "a") as file:
         file.writelines(f"{line}\n" for line in lines)
         file.flush()
         with suppress(subprocess.TimeoutExpired):
@@ -76,21 +93,24 @@ def write_provenance(run_dir: Path, fabric: Fabric):
 
 class RunDir:
     """The directory of a run. On a resume it is locked at once, and `restore` restores `state`. `start`, in the first
-    step after the backward passes, makes the directory of a new run. All ranks call all methods.
+    step after the backward passes, makes the directory of a new run. All ranks call all methods. The attribute
+    `micro_batch_size` is that of the run so far, or 0.
 
     Args:
         fabric: Fabric, launched.
         config: The options.
-        resources: Closes what must not outlive the run.
+        resources: Closes what must not outlive the run, such as data workers.
     """
 
-    def __init__(self, fabric: Fabric, config: TrainConfig, resources: ExitStack):
+    def __init__(self, fabric: Fabric, config, resources: ExitStack):
         self.fabric = fabric
         self.config = config
-        self.run_resources = resources
+        self.resources = resources
         self.path: Any = None  # until `start` of a new run; Any, since most methods are called after it
-        self.checkpoint: Path | None = None  # to resume from
-        self.origin = ""  # of a resume: the checkpoint, and what has changed since
+        self.saved: dict = {}  # the checkpoint to resume from
+        self.micro_batch_size = 0
+        self.origin = ""  # of a resume: the checkpoint, and the source files that have changed since
+        self.changes: list = []  # what else has changed
         self.loggers: list = []
         self.began = time.monotonic()
         self.written = 0.0  # time of the last summary.json
@@ -105,7 +125,51 @@ class RunDir:
         if config.resume:
             self.path = Path(config.resume)
             self.on_rank_zero(self.take_lock)
-            self.checkpoint = self.on_rank_zero(checkpoints.newest_checkpoint, self.path)
+            self.read(self.on_rank_zero(checkpoints.newest_checkpoint, self.path))
+
+    def read(self, path: Path | None):
+        """Reads the checkpoint to resume from, if there is one."""
+        size = path.stat().st_size if path and path.exists() else None
+        check_ranks(self.config, {f"size of {path}": size})
+        if path is None:
+            return
+        self.saved = checkpoints.load(path)
+        about = self.saved["checkpoint"]
+        if about.get("format") != checkpoints.FORMAT:
+            program = shlex.quote(str(code_folder(self.path, about["code"]) / "train.py"))
+            raise ConfigError(
+                f"--resume: {path} was written by another version of the template; "
+                f"go on with the run's own copy of the code: python {program} --resume {shlex.quote(str(self.path))}"
+            )
+        self.micro_batch_size = self.saved["micro_batch_size"]
+        self.origin = f"{path}{changed_files(about['code'])}"
+
+    def build(self, build_datasets: Callable) -> dict:
+        """The datasets by name. Raises ConfigError if they are others on another rank, or, on a resume, of another
+        size. Notes whether the samples have changed since the checkpoint."""
+        self.fabric.seed_everything(self.config.seed)  # for a dataset that is split at random
+        datasets = build_in_turn(self.fabric, build_datasets)
+        parts = {"training": datasets["train"], "validation": datasets["val"]}
+        self.fixed = {f"--{name}": value for name, value in fixed_options(self.config).items()}
+        self.fixed |= {f"the number of {part} samples": len(dataset) for part, dataset in parts.items()}
+        self.fingerprints = {f"the {part} samples": fingerprint(dataset) for part, dataset in parts.items()}
+        check_ranks(self.config, self.fixed | self.fingerprints)
+        if self.saved:
+            self.compare(self.saved["checkpoint"])
+        return datasets
+
+    def compare(self, about: dict):
+        """Compares what a resume cannot change, and the samples, with what the checkpoint has about them."""
+        for name, value in self.fixed.items():
+            then = about["fixed"].get(name, value)
+            if then != value:
+                raise ConfigError(
+                    f"--resume: {name} is {value}, but was {then} in {self.origin}: a resume cannot change it"
+                )
+        for name, now in self.fingerprints.items():
+            then = about["fingerprints"][name]
+            if None not in (now, then) and now != then:
+                self.changes.append(f"{name} have changed: their content, labels or augmentation")
 
     def on_rank_zero(self, function: Callable, *args) -> Any:
         """Calls the function on rank 0 alone; all ranks return its result. They wait as long as rank 0 lives."""
@@ -116,7 +180,7 @@ class RunDir:
 
     def take_lock(self):
         # A POSIX lock ends with this process. A lock of flock would stay with the data workers.
-        lock = self.run_resources.enter_context(open(self.path / ".lock", "a", opener=regular_file))  # noqa: SIM115
+        lock = self.resources.enter_context(open(self.path / ".lock", "a"))  # noqa: SIM115
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -126,128 +190,153 @@ class RunDir:
 
     # ---- before the first step
 
-    def restore(self, state: dict, samples: dict):
-        """Takes the state of the run, and restores it on a resume.
+    def restore(self, state: dict, plan: Any):
+        """Takes the state of the run, and restores it on a resume. Adds the gradient scaler of 16-mixed, and the
+        micro-batch size.
 
         Args:
             state: What a checkpoint has. Entries that are not in the checkpoint of a resume keep their values.
-            samples: The sizes of the datasets by name, which a resume cannot change.
+            plan: The Plan of the run.
+
+        Raises:
+            ConfigError: The state does not fit to the checkpoint, or 16-mixed to the state.
+            RunError: The state could be saved, but not restored; or the run is to become longer without a checkpoint.
         """
+        self.plan = plan
+        self.must_stop = StopSignals(self.config.timeout, self.resources).must_stop  # all ranks call it once per step
         # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
-        self.resources = self.run_resources.enter_context(ExitStack())
+        self.logs = self.resources.enter_context(ExitStack())
         checkpoints.check_state(state)
+        precision = self.fabric.strategy.precision
+        state["precision"] = precision
+        state["micro_batch_size"] = plan.micro_batch_size
         self.state = state
         self.names = set(state)  # those that this method can find
         self.description = checkpoints.describe(state)  # as built: a resume can tell which settings have changed since
+        if getattr(precision, "scaler", None) and len(self.description["optimizers"]) > 1:
+            raise ConfigError("--precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed")
         self.modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-        self.modes = self.training_modes()  # as built
         parameters = [parameter.numel() for module in self.modules.values() for parameter in module.parameters()]
         self.summary: dict = {"parameters": sum(parameters), "last": {}}
-        options = values_of(self.config)
-        self.fixed = {f"--{name}": options[name] for name in FIXED_ON_RESUME if name in options}
-        self.fixed |= {f"the number of {name} samples": size for name, size in samples.items()}
-        path = self.checkpoint
-        size = path.stat().st_size if path and path.exists() else None
-        check_ranks(self.config, self.fixed | {f"size of {path}": size})
-        if path:
-            self.restore_from(path)
+        if self.saved:
+            self.restore_saved()
+        elif self.path:
+            self.restore_finished()
 
-    def restore_from(self, path: Path):
-        saved = checkpoints.load(path)
-        about = saved["checkpoint"]
-        if about.get("format") != checkpoints.FORMAT:
-            program = shlex.quote(str(code_folder(self.path, about["code"]) / "train.py"))
-            raise ConfigError(
-                f"--resume: {path} was written by another version of the template; "
-                f"go on with the run's own copy of the code: python {program} --resume {shlex.quote(str(self.path))}"
-            )
-        for name, value in self.fixed.items():
-            then = about["fixed"].get(name, value)
-            if then != value:
-                raise ConfigError(f"--resume: {name} is {value}, but was {then} in {path}: a resume cannot change it")
-        changed = changed_files(about["code"])
+    def restore_saved(self):
+        """Restores the state from the checkpoint."""
+        about = self.saved["checkpoint"]
         try:
-            new = checkpoints.restore(self.fabric, self.state, saved, self.description)
+            new = checkpoints.restore(self.fabric, self.state, self.saved, self.description)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:  # the state has changed
-            raise ConfigError(f"--resume {path}{changed}: {error}") from error
-        self.origin = f"\nresumed from {path}{changed}"
-        for name in new:
-            self.origin += f"; state[{name!r}] is not in it, and new"
+            raise ConfigError(f"--resume {self.origin}: {error}") from error
+        self.saved = {}  # closes the file
+        self.state["micro_batch_size"] = self.plan.micro_batch_size
+        self.changes += [f"state[{name!r}] is not in the checkpoint, and new" for name in new]
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
 
+    def restore_finished(self):
+        """Of a finished run whose checkpoints were deleted, takes what summary.json has of the state: that no step is
+        left."""
+        summary = self.on_rank_zero(read_summary, self.path)
+        if summary.get("state") != "finished":  # it was killed before its first checkpoint, and begins again
+            return
+        for name in self.state.keys() & summary.keys():
+            self.state[name] = summary[name]
+        if not self.plan.is_finished(self.state["step"], self.state["bad_validations"]):
+            raise RunError(f"{self.path} is finished, and has no checkpoint left from which it could become longer")
+
+    def header(self, model: Any):
+        """Opens the console, and prints what will happen. Raises RunError if the model was built in evaluation mode."""
+        fabric = self.fabric
+        config = self.config
+        plan = self.plan
+        if not model.module.training:
+            raise RunError("build_model: the model is in evaluation mode: return model.train()")
+        self.console = Console(fabric.is_global_zero, self.state["step"], plan.total_steps, config.monitor, self.logs)
+        device = fabric.device.type
+        precision = config.precision
+        if device == "cuda":
+            device = torch.cuda.get_device_name(fabric.device)
+            if torch.get_float32_matmul_precision() == "high" and torch.cuda.is_tf32_supported():
+                precision += ", float32 products in TF32"
+        frozen = [name.removeprefix("_orig_mod.") for name, part in model.module.named_modules() if not part.training]
+        layers = model.module if config.summary else "model"
+        micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
+        saved = self.micro_batch_size
+        rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
+        epochs = plan.total_steps / plan.steps_per_epoch
+        lines = [
+            f"{plan.world_size} x {device}, precision {precision}",
+            f"{layers}, {self.summary['parameters']:,} parameters",
+            f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples",
+            f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}",
+            f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}",
+            f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps",
+        ]
+        if saved not in (0, plan.micro_batch_size):
+            lines.append(
+                f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ"
+            )
+        if frozen:
+            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+            lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{more}")
+        for name, checksum in self.fingerprints.items():
+            if checksum is None:
+                lines.append(f"{name} have no fingerprint: a resume does not notice that they have changed")
+        for line in lines:
+            self.console.print(line)
+
     # ---- in the first step of a process
 
-    def start(self, step: int, console: Console):
-        """Makes the directory of a new run, writes config and provenance, and opens the loggers, after `step` steps."""
+    def start(self, values: dict, sanity_results: dict):
+        """Checks what the first step has given. Makes the directory of a new run, writes config and provenance, and
+        opens the loggers.
+
+        Args:
+            values: What compute_loss has returned.
+            sanity_results: The results of a validation.
+        """
+        loss = values["loss"].detach().clone()
+        if self.group is not None:
+            dist.all_reduce(loss)
+        if not math.isfinite(loss):
+            raise RunError(f"compute_loss: `loss` is {loss} in the first step")
+        names = [f"train/{name}" for name in values] + [f"val/{name}" for name in scalars_of(sanity_results)]
+        if self.config.monitor not in names:
+            hint = "" if sanity_results else "; val/ needs validation samples"
+            raise ConfigError(f"--monitor {self.config.monitor}: choose from {', '.join(names)}{hint}")
         self.check_optimizers()
         for name in self.state.keys() - self.names:
             raise RunError(f"state: {name} came after `run.restore()`, so a resume would not restore it")
-        self.check_gradients(console)
-        self.tell_rates(console)
-        self.tell_modes(console)
+        self.check_gradients()
         if self.path is None:
             self.path = self.on_rank_zero(self.make_directory)
             other = difference({f"{self.path} is there": self.path.exists()})
             if other:
                 self.on_rank_zero(shutil.rmtree, self.path)
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {other}; all machines need to share it")
-        self.on_rank_zero(self.open, step, console)
+        self.on_rank_zero(self.open)
 
-    def check_gradients(self, console: Console):
-        """Raises RunError if DDP would wait for a gradient that did not come. Says so if there is none at all, and
-        names those that no optimizer uses."""
+    def check_gradients(self):
+        """Raises RunError if DDP would wait for a gradient that did not come, or if there is none at all."""
         strategy = self.fabric.strategy
         needs_all = isinstance(strategy, ResumableDDP) and not strategy.find_unused_parameters
-        optimizers = [self.state[name] for name in self.description["optimizers"]]
-        trained = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
         for entry, module in self.modules.items():
             tensors = checkpoints.named_tensors({entry: module})
             without = [name for name, tensor in tensors.items() if tensor.requires_grad and tensor.grad is None]
-            found = [name for name, tensor in tensors.items() if tensor.grad is not None]
-            if needs_all and found and without:
+            if needs_all and without and any(tensor.grad is not None for tensor in tensors.values()):
                 raise RunError(
                     f"{', '.join(without)}: no gradient in the first step; "
                     "if that is right, give --strategy ddp_find_unused_parameters_true"
                 )
-            for name in found:
-                if tensors[name] not in trained:
-                    console.print(f"{name} has a gradient, but is in no optimizer of `state`")
+        optimizers = [self.state[name] for name in self.description["optimizers"]]
+        trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         if trained and all(parameter.grad is None for parameter in trained):
-            console.print("no trained parameter has a gradient in the first step: is `fabric.backward` called?")
-
-    def tell_rates(self, console: Console):
-        """Names an optimizer whose groups were built with learning rates of their own, if the loop has set one rate."""
-        for name, about in self.description["optimizers"].items():
-            built = {settings["lr"] for settings in about["settings"] if "lr" in settings}
-            now = {group.get("lr") for group in self.state[name].param_groups}
-            if len(built) > 1 and len(now) == 1 and now != {0}:  # a warm-up may begin at 0
-                console.print(
-                    f"state[{name!r}]: groups built with lr {', '.join(map(str, sorted(built)))} all have lr "
-                    f"{now.pop():g}; for rates of their own, see lr_factor in train.py"
-                )
-
-    def training_modes(self) -> dict[str, bool]:
-        """Whether each module in the state is in training mode, by name."""
-        modes = {}
-        for entry, module in self.modules.items():
-            plain: Any = module.module if is_wrapped(module) else module
-            for name, part in plain.named_modules(prefix=entry):
-                modes[name] = part.training
-        return modes
-
-    def tell_modes(self, console: Console):
-        """Names the modules whose mode has changed since they were built: by `model.train()`, or by a validation."""
-        now = self.training_modes()
-        changed = [name for name, is_training in now.items() if is_training != self.modes.get(name, is_training)]
-        changed = [name for name in changed if name.rpartition(".")[0] not in changed]  # not the parts of one again
-        for is_training, words in ((True, "training mode"), (False, "evaluation mode")):
-            names = [name for name in changed if now[name] == is_training]
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                console.print(f"in {words} since they were built: {', '.join(names[:3])}{more}")
+            raise RunError("no trained parameter has a gradient in the first step: is `fabric.backward` called?")
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this
@@ -268,7 +357,7 @@ class RunDir:
         self.take_lock()
         return self.path
 
-    def open(self, step: int, console: Console):
+    def open(self):
         """Writes config and provenance, and opens the loggers."""
         for path in self.path.glob("checkpoints/*.tmp"):  # of a kill; may be large
             if not path.is_dir():
@@ -278,11 +367,16 @@ class RunDir:
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
-        self.resources.push(self.close)
-        console.open_log(self.path)
-        if not self.config.fast_run:  # soon gone
-            console.print(f"run directory {self.path}{self.origin}")
-        self.loggers = open_loggers(self.path, step, self.config, self.resources)
+        self.logs.push(self.close)
+        self.console.open_log(self.path)
+        lines = [f"run directory {self.path}"]
+        if self.origin:
+            lines.append(f"resumed from {self.origin}")
+        if self.config.fast_run:  # the directory is soon gone
+            lines = []
+        for line in [*lines, *self.changes]:
+            self.console.print(line)
+        self.loggers = open_loggers(self.path, self.state["step"], self.config, self.logs)
 
     def write_config(self):
         with atomically(self.path / "config.yaml") as file:
@@ -291,7 +385,11 @@ class RunDir:
     # ---- now and then
 
     def log(self, row: dict, step: int):
-        """Passes the scalars of a row, if it has any, to the loggers, and at most once a second to summary.json."""
+        """Advances the progress bar by a step. Passes the scalars of a row, if it has any, to the loggers, and at most
+        once a second to summary.json. Prints a row with the best value, which a validation has given."""
+        if "best" in row:
+            self.console.table(row, step)
+        self.console.update(row)
         if not row:
             return
         scalars = scalars_of(row)
@@ -328,6 +426,7 @@ class RunDir:
             "format": checkpoints.FORMAT,
             "step": step,
             "fixed": self.fixed,
+            "fingerprints": self.fingerprints,
             "on_cpu": [] if is_cpu else checkpoints.on_cpu(contents),  # beside a GPU: a resume leaves them there
             "config": self.config_text,
             "code": SOURCES,
@@ -335,25 +434,19 @@ class RunDir:
         }
         self.on_rank_zero(self.write_checkpoint, contents, step, is_regular, is_best)
 
-    def check_values(self, values: Any, val_names: dict, step: int):
-        """utils.check_values for the first step of a process; raises RunError if the loss is not finite, too."""
-        loss = check_values(values, self.config.monitor, val_names, self.fabric.device)
-        self.check_loss(loss, step)
-
     def check_loss(self, loss: float, step: int):
         """Raises RunError if the loss of the steps up to this one is not finite."""
-        if math.isfinite(loss):
-            return
-        if self.path is None:
-            raise RunError(f"compute_loss: `loss` is {loss} in the first step")
-        advice = f"{self.where_to_look(step)}, or try a lower --base_lr or --max_grad_norm 1"
-        raise RunError(f"the loss is {loss} in the steps up to {step}{advice}")
+        if not math.isfinite(loss):
+            advice = f"{self.where_to_look(step)}, or try a lower --base_lr or --max_grad_norm 1"
+            raise RunError(f"the loss is {loss} in the steps up to {step}{advice}")
 
     def where_to_look(self, step: int) -> str:
         """A part of a line: the last checkpoint, and how to find the first step that went wrong, up to this one."""
+        if self.config.fast_run:
+            return ""
         found = checkpoints.checkpoints_of(self.path)
         last = f"; the last checkpoint is {found[0]}" if found else ""
-        if (ROOT / "recipes" / "replay.py").exists() and not self.config.fast_run:
+        if (ROOT / "recipes" / "replay.py").exists():
             path = shlex.quote(str(self.path))
             return f"{last}; look into the first such step with: python recipes/replay.py {path} --step {step}"
         return f"{last}; find the first such step by --log_interval 1"
@@ -404,22 +497,35 @@ class RunDir:
 
     # ---- at the end
 
-    def finish(self, name: str):
-        """Writes model.pt, the weights of state[name], and then summary.json, which makes the run a finished one. The
-        weights are read from the last checkpoint: there they are whole and on the CPU with any strategy."""
-        self.on_rank_zero(self.write_weights, name)
+    def finish(self, name: str) -> int:
+        """Ends the run, which is finished or was stopped. Of a finished one it writes model.pt, the weights of
+        state[name], and then summary.json, which makes the run a finished one. Returns the exit code."""
+        state = self.state
+        is_finished = self.plan.is_finished(state["step"], state["bad_validations"])
+        if is_finished:
+            self.on_rank_zero(self.write_weights, name)
+        self.console.bar.close()
+        ending = "finished" if is_finished else "stopped"
+        best = "none"
+        if state["best"] is not None:
+            best = f"{state['best']:.5g} at step {state['best_step']}"
+        steps = f"{state['step']} of {self.plan.total_steps} steps"
+        self.console.print(f"{ending} after {steps}, best {self.config.monitor} {best}")
+        if not self.config.fast_run:
+            self.console.print(f"next: {self.next_command(is_finished)}")
+        return 0 if is_finished else PREEMPTED
 
     def write_weights(self, name: str):
+        if read_summary(self.path).get("state") == "finished":  # before this process began, which has made no step
+            return
         self.write_config()  # with fewer steps than the run has made, `open` was not called
-        last = checkpoints.checkpoints_of(self.path)[0]
+        last = checkpoints.checkpoints_of(self.path)[0]  # there the weights are whole and on the CPU
         with atomically(self.path / "model.pt", "wb") as file:
             checkpoints.write(checkpoints.load(last)[name], file)
         self.write_summary("finished")
 
     def next_command(self, is_finished: bool) -> str:
         """The command to continue with."""
-        if self.config.fast_run:
-            return "the same without --fast_run" if is_finished else "a resume, the second half of --fast_run"
         if not is_finished:
             return f"python train.py --resume {shlex.quote(str(self.path))}"
         checkpoint = "" if self.has_best() else " --checkpoint last"
@@ -440,9 +546,25 @@ class RunDir:
                 raise
 
 
-def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: ExitStack) -> int:
-    """--fast_run: trains for half of the steps, stops as after a signal, resumes, and trains for the rest. Each half
-    has a validation, a log and a save. The run lies in a temporary folder, which is removed, also after a signal.
+# ---- the whole run
+
+
+def run_training(train: Callable, build_datasets: Callable, config) -> int:
+    """Calls train(fabric, config, run, datasets) in every process, and returns its exit code. Raises ConfigError or
+    RunError."""
+    fabric = build_fabric(config)
+
+    def start(config, resources: ExitStack) -> int:
+        run = RunDir(fabric, config, resources)
+        return train(fabric, config, run, run.build(lambda: build_datasets(config)))
+
+    return launch(fabric, config, partial(rehearse, fabric, start) if config.fast_run else start)
+
+
+def rehearse(fabric: Fabric, start: Callable, config, resources: ExitStack) -> int:
+    """--fast_run: trains for half of the steps, resumes as a longer run, and trains for the rest. Each half ends, as
+    any run does, with a log, a validation and a save. The run lies in a temporary folder, which is removed, also after
+    a signal.
 
     Args:
         fabric: Fabric, launched.
@@ -463,22 +585,23 @@ def rehearse(fabric: Fabric, start: Callable, config: TrainConfig, resources: Ex
     config = replace(
         config,
         out_dir=f"{fabric.broadcast(folder)}/run",  # absolute; an option may name a run in root_dir
-        max_steps=config.fast_run,
+        max_steps=half,
         early_stopping_patience=0,
         limit_train_batches=half,  # so there are two epochs: what happens between them is tried, too
         limit_val_batches=config.limit_val_batches and config.fast_run,
-        val_interval=half,
-        log_interval=half,
-        checkpoint_interval=half,
         logger_name=tuple(name for name in config.logger_name if name in ("csv", "tensorboard")) or ("csv",),
     )
     with ExitStack() as first:
-        start(config, first)
+        code = start(config, first)
+    if code:
+        end_rehearsal()
     gc.collect()  # the model of the first half
     run_dir = newest_run(config.out_dir, config.root_dir)
     with ExitStack() as second:
-        return start(replace(config, resume=str(run_dir)), second)
+        code = start(replace(config, max_steps=config.fast_run, resume=str(run_dir)), second)
+    say("--fast_run: a run and its resume went well, and leave nothing behind")
+    return code
 
 
-def end_rehearsal(number: int, frame):
+def end_rehearsal(*signal):
     raise RunError("--fast_run was stopped by a signal, and leaves nothing behind")

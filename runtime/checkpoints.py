@@ -15,14 +15,19 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cli import read_summary, say
-from config import RunError
-from launch import check_loadable
-from utils import atomically, parameters_of
+from runtime.cli import read_summary, say
+from runtime.errors import RunError
+from runtime.files import atomically
+from runtime.launch import check_loadable
+from runtime.meters import parameters_of
 
-FORMAT = 3  # of checkpoints
+FORMAT = 4  # of checkpoints
 PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
-RESERVED = ("checkpoint", "last", "parameters", "seconds", "state")  # what a checkpoint or summary.json has by itself
+# What a checkpoint or summary.json has by itself.
+RESERVED = ("checkpoint", "last", "micro_batch_size", "parameters", "precision", "seconds", "state")
+# Settings of a parameter group that may differ on a resume: how a step is computed, and what schedulers set.
+NOT_COMPARED = {"fused", "foreach", "capturable", "lr", "initial_lr", "max_lr", "min_lr"}
+NOT_COMPARED |= {"base_momentum", "max_momentum"}
 
 # ---- files
 
@@ -70,10 +75,14 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The whole checkpoint of the highest step; None if the run never had one. Newer ones that are damaged are renamed,
-    since the number of files to keep counts them."""
+    """The whole checkpoint of the highest step; None if the run never had one, or is finished and has none left. Newer
+    ones that are damaged are renamed, since the number of files to keep counts them."""
     damaged = []
-    for path in checkpoints_of(run_dir):
+    found = checkpoints_of(run_dir)
+    summary = read_summary(run_dir)
+    if not found and summary.get("state") == "finished":  # they were deleted to save space
+        return None
+    for path in found:
         if step_of(path) < 0 or not is_whole(path):
             damaged.append(path)
             continue
@@ -81,7 +90,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
             say(f"skipped {other}: it is damaged")
             other.rename(f"{other}.damaged")
         return path
-    if damaged or "checkpoint" in read_summary(run_dir):
+    if damaged or "checkpoint" in summary:
         folder = run_dir / "checkpoints"
         raise RunError(
             f"no checkpoint in {folder} can be read: test.py --checkpoint last says why; nothing was changed"
@@ -129,26 +138,20 @@ def check_state(state: dict):
     for name in RESERVED:
         if name in state:
             raise RunError(f"state[{name!r}]: each run has its own value of this name; choose another")
-    check_plain(state)
+    contents_of(state)
     for value in state.values():
         if isinstance(value, nn.Module):
             check_loadable(value)
 
 
-def check_plain(state: dict):
-    """Raises RunError for an entry of `state` that could be saved, but not loaded with `weights_only=True`."""
-    for name, value in state.items():
-        if not hasattr(value, "state_dict"):
-            check_plain_value(value, f"state[{name!r}]")
-
-
-def check_plain_value(value: Any, name: str):
+def check_plain(value: Any, name: str):
+    """Raises RunError for what could be saved, but not loaded with `weights_only=True`."""
     if type(value) is dict:
         for key, item in value.items():
-            check_plain_value(item, f"{name}[{key!r}]")
+            check_plain(item, f"{name}[{key!r}]")
     elif type(value) in (list, tuple):
         for number, item in enumerate(value):
-            check_plain_value(item, f"{name}[{number}]")
+            check_plain(item, f"{name}[{number}]")
     elif hasattr(value, "state_dict"):
         raise RunError(f"{name} is a {type(value).__name__}: give it an entry of its own in `state`")
     elif not (isinstance(value, Tensor) or type(value) in PLAIN):
@@ -187,11 +190,13 @@ def compact(tensor: Tensor) -> Tensor:
 
 def contents_of(state: dict) -> dict:
     """What a checkpoint has of `state`."""
-    check_plain(state)
     contents = {}
     for name, value in state.items():
-        saved = value.state_dict() if hasattr(value, "state_dict") else value
-        contents[name] = with_tensors(compact, saved)
+        if hasattr(value, "state_dict"):
+            value = value.state_dict()
+        else:
+            check_plain(value, f"state[{name!r}]")
+        contents[name] = with_tensors(compact, value)
     return contents
 
 
@@ -300,11 +305,12 @@ def describe_optimizers(state: dict) -> dict:
 
 def settings_of(group: dict) -> dict:
     """The settings of a parameter group, such as the weight decay."""
-    return {name: value for name, value in group.items() if type(value) in (*PLAIN, tuple)}
+    names = group.keys() - NOT_COMPARED
+    return {name: group[name] for name in sorted(names) if type(group[name]) in (*PLAIN, tuple)}
 
 
 def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
-    """Restores an optimizer from its state_dict. A setting that has changed in the options or the code is the new one.
+    """Restores an optimizer from its state_dict.
 
     Args:
         optimizer: The optimizer.
@@ -313,7 +319,8 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
         then: Its description, as built in the process that has saved the checkpoint.
 
     Raises:
-        ValueError: It is of another class, or trains other parameters, or in another order or other groups.
+        ValueError: It is of another class, has other settings, or trains other parameters, or in another order or
+            other groups.
     """
     if now["class"] != then["class"]:
         raise ValueError(f"an optimizer is of class {now['class']}, but {then['class']} in the checkpoint")
@@ -328,6 +335,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
     optimizer.load_state_dict(saved)
     for group, new, old in zip(optimizer.param_groups, now["settings"], then["settings"], strict=True):
         for name, value in new.items():
-            if name not in old or old[name] != value:
-                group[name] = value
+            if old.get(name, value) != value:
+                raise ValueError(f"an optimizer has {name} {value}, but {old[name]} in the checkpoint")
+            group.setdefault(name, value)  # of a setting that the code has since then
     optimizer.load_state_dict(optimizer.state_dict())  # the steps of one that is fused now go to its device

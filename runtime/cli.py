@@ -20,7 +20,6 @@ import zlib
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,22 +29,10 @@ from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, r
 from simple_parsing.helpers.serialization import to_dict
 from simple_parsing.utils import flatten_join
 
-from config import (
-    FIXED_ON_RESUME,
-    LENGTH_OPTIONS,
-    NOT_EMPTY,
-    NULL,
-    PATHS,
-    UNTRAINED_OPTIONS,
-    ConfigError,
-    TestConfig,
-    TrainConfig,
-    is_longer,
-    mode_of,
-    values_of,
-)
+from runtime.errors import ConfigError
+from runtime.options import MONITOR, NOT_EMPTY, NULL, check_together, fixed_options, values_of
 
-ROOT = Path(__file__).parent  # of the project
+ROOT = Path(__file__).parents[1]  # of the project
 # The source files, in ROOT or a folder directly in it, when this process began: it does not see later edits.
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
 CODE = {str(path.relative_to(ROOT)): path.read_bytes() for path in FILES if path.is_file()}
@@ -68,8 +55,8 @@ class Parser(ArgumentParser):
 
 
 def parse(cls: type, words: list[str]) -> dict:
-    """The options of TrainConfig or TestConfig that are given, by name; those of a nested dataclass have its field's
-    name and a dot before their own. Raises ConfigError for an unknown option, or a value that is empty or of the wrong
+    """The options of a config class that are given, by name; those of a nested dataclass have its field's name and a
+    dot before their own. Raises ConfigError for an unknown option, or a value that is empty or of the wrong
     type."""
     logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
     parser = Parser(
@@ -79,11 +66,12 @@ def parse(cls: type, words: list[str]) -> dict:
         argument_generation_mode=ArgumentGenerationMode.NESTED,
         nested_mode=NestedMode.WITHOUT_ROOT,
     )
+    parser._negative_number_matcher = re.compile(r"-[\d.]+([eE][-+]?\d+)?$")  # before Python 3.14: without exponent
     # With SUPPRESS the parser returns the given options alone, but the help would not show the defaults.
     default: Any = None if "--help" in words or "-h" in words else SUPPRESS
     for group in cls.__bases__[::-1]:
         parser.add_arguments(group, group.__name__, default=default)
-    found, unknown = parser.parse_known_args([plain_number(word) for word in words])
+    found, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(unknown_word(unknown[0], cls))
     given: dict = {}
@@ -92,17 +80,11 @@ def parse(cls: type, words: list[str]) -> dict:
     for name in NOT_EMPTY:
         if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
-    for name in PATHS:
-        if name in given:
-            given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
+    for name, value in given.items():
+        if isinstance(value, str) and value.startswith("~"):
+            given[name] = os.path.expanduser(value)  # a shell does not, if it is in quotes
+    check_together(given, MONITOR)
     return flatten_join(given)
-
-
-def plain_number(word: str) -> str:
-    """-1e-3 as -0.001. argparse before Python 3.14 takes a negative number with an exponent for an option."""
-    if re.fullmatch(r"-[\d.]+[eE][-+]?\d+", word):
-        return f"{Decimal(word):f}"
-    return word
 
 
 def unknown_word(word: str, cls: type) -> str:
@@ -144,9 +126,9 @@ def read_yaml(text: str) -> dict:
     return flatten_join(options)
 
 
-def words_of(options: dict) -> list[str]:
+def words_of(cls: type, options: dict) -> list[str]:
     """The options of a YAML file as those of a command line. `null` is the default, or off: see NULL."""
-    defaults = values_of(TrainConfig()) | NULL
+    defaults = values_of(cls()) | NULL
     words = []
     for name, value in options.items():
         if value is None:
@@ -158,7 +140,7 @@ def words_of(options: dict) -> list[str]:
     return words
 
 
-def to_yaml(config: TrainConfig) -> str:
+def to_yaml(config: Any) -> str:
     """The config as the text of config.yaml, without `resume` and `config_path`.
 
     Raises:
@@ -167,7 +149,8 @@ def to_yaml(config: TrainConfig) -> str:
     with errors_of("an option cannot be kept in config.yaml"):
         text = f"{yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)}{CONFIG_END}\n"
         "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
-        again = values_of(replace(config, parse(TrainConfig, words_of(read_yaml(text)))))
+        cls = type(config)
+        again = values_of(replace(config, parse(cls, words_of(cls, read_yaml(text)))))
         for name, value in values_of(config).items():
             if again[name] != value and str(again[name]) != str(value):  # str: nan is not equal to itself
                 raise ConfigError(f"--{name} {value} would be read as {again[name]}")
@@ -285,112 +268,83 @@ def read_summary(run_dir: Path) -> dict:
         return {}
 
 
-def is_finished(run_dir: Path) -> bool:
-    """Whether a run is finished: its model.pt has the weights of the last step."""
-    return read_summary(run_dir).get("state") == "finished"
-
-
-def read_config(run_dir: Path) -> TrainConfig:
+def read_config(cls: type, run_dir: Path) -> Any:
     """The config that a run was trained with."""
     path = run_dir / "config.yaml"
     with errors_of(f"config of the run {path}"):
-        return config_of(path.read_text())
+        return config_of(cls, path.read_text())
 
 
-def config_of(text: str) -> TrainConfig:
+def config_of(cls: type, text: str) -> Any:
     """The config in the text of a config.yaml. Options that are gone from the code are ignored; new ones take their
     defaults, and are printed. Raises ConfigError if the text is damaged."""
     if CONFIG_END not in text:
         raise ConfigError("is damaged, or of an older version of the template: its last line is missing")
-    defaults = TrainConfig()
+    defaults = cls()
     options = read_yaml(text)
     names = values_of(defaults)
     new = [name for name in names if name not in options]
     if new:
         say(f"options that are new in the code take their defaults: {', '.join(new)}")
+    if options.get("monitor_mode") == "auto":  # of an older version, for names that end in `loss` or `accuracy`
+        options["monitor_mode"] = "min" if options["monitor"].endswith("loss") else "max"
     known = {name: value for name, value in options.items() if name in names}
-    return replace(defaults, parse(TrainConfig, words_of(known)))
+    return replace(defaults, parse(cls, words_of(cls, known)))
 
 
-def parse_train(argv: list[str]) -> TrainConfig:
-    """The config of train.py. Its `resume` is the path of the run to resume, or None. Raises ConfigError."""
-    from_command = parse(TrainConfig, [*words_of_launcher(), *argv])
+def parse_train(cls: Any, argv: list[str]) -> Any:
+    """The config of train.py, of a class with its options. Its `resume` is the path of the run to resume, or None.
+    Raises ConfigError."""
+    from_command = parse(cls, [*words_of_launcher(), *argv])
     sources = []
     for path in from_command.pop("config_path", ()):
         with errors_of(f"--config_path {path}"):
             options = read_yaml(Path(os.path.expanduser(path)).read_text())
             if "config_path" in options:
                 raise ConfigError("config_path is no option for a file")
-            sources.append(parse(TrainConfig, words_of(options)))
+            sources.append(parse(cls, words_of(cls, options)))
     given: dict = {}
     for source in [*sources, from_command]:
-        if source.get("monitor", given.get("monitor")) != given.get("monitor"):
-            given.pop("monitor_mode", None)  # of another monitor
         given |= source
 
     name = given.pop("resume", None)
     if name and given.get("fast_run"):
         raise ConfigError("--fast_run: rehearses a new run, so it does not go with --resume")
-    out_dir = given.get("out_dir", TrainConfig.out_dir)
-    root_dir = given.get("root_dir", TrainConfig.root_dir)
+    out_dir = given.get("out_dir", cls.out_dir)
+    root_dir = given.get("root_dir", cls.root_dir)
     run_dir = None
     if name == "auto":
         run_dir = newest_run(out_dir, root_dir)
     elif name is not None:
         run_dir = find_run("--resume", name, root_dir)
     if run_dir is None:
-        config = config_with(TrainConfig(), given)
-        mode_of(config)  # raises ConfigError if it is not known
-        return config
+        return replace(cls(), given)
     given.pop("root_dir", None)  # was where to look for the run
     if name == "auto":
         given.pop("out_dir", None)  # may be FOLDER/NAME
-    return resume(run_dir, given)
+    return resume(read_config(cls, run_dir), given, run_dir)
 
 
-def config_with(config: TrainConfig, given: dict) -> TrainConfig:
-    """The config with the given options."""
-    if given.get("monitor", config.monitor) != config.monitor:
-        given = {"monitor_mode": "auto"} | given  # not that of another monitor
-    return replace(config, given)
-
-
-def resume(run_dir: Path, given: dict) -> TrainConfig:
-    """The config of a run, updated by the given options, which are printed. Ends the process if the run is finished.
-
-    Raises:
-        ConfigError: The run cannot be resumed with these options.
-    """
-    before = read_config(run_dir)
-    config = config_with(before, given | {"resume": str(run_dir)})
+def resume(before: Any, given: dict, run_dir: Path) -> Any:
+    """The config of a run, updated by the given options, which are printed. Raises ConfigError for an option that a
+    resume cannot change."""
+    config = replace(before, given | {"resume": str(run_dir)})
     old = values_of(before)
-    new = values_of(config)
-    changed = [name for name in new if new[name] != old[name]]
-    for name in changed:
-        if name in FIXED_ON_RESUME:
-            raise ConfigError(
-                f"--{name} {new[name]}: a resume cannot change it; {run_dir} was trained with {old[name]}"
-            )
-    if is_finished(run_dir) and not is_longer(config, before):
-        words = [f"--{name} {new[name]}" for name in changed if name not in (*LENGTH_OPTIONS, *UNTRAINED_OPTIONS)]
-        if words:
-            length = "max_steps" if config.max_steps else "epochs"
-            raise ConfigError(
-                f"{' '.join(words)}: {run_dir} is finished, so nothing would be trained: "
-                f"give another --out_dir for a new run, or more --{length}"
-            )
-        say(f"nothing to do: {run_dir} is finished; for a new run give another --out_dir")
-        sys.exit(0)
-    for name in changed:
-        say(f"--{name} {new[name]} instead of {old[name]}")
+    fixed = fixed_options(config)
+    for name, value in values_of(config).items():
+        if value == old[name]:
+            continue
+        if name in fixed:
+            raise ConfigError(f"--{name} {value}: a resume cannot change it; {run_dir} was trained with {old[name]}")
+        say(f"--{name} {value} instead of {old[name]}")
     return config
 
 
-def parse_test(argv: list[str]) -> TestConfig:
+def parse_test(cls: type, argv: list[str]) -> Any:
     """The config of test.py. Its `out_dir` is the path of the run, or, for the path of a checkpoint that was moved away
     from its run, the folder of the checkpoint. Raises ConfigError."""
-    given = parse(TestConfig, [*words_of_launcher(), *argv])
-    config = replace(TestConfig(), given)
+    given = parse(cls, [*words_of_launcher(), *argv])
+    config = replace(cls(), given)
     path = Path(config.checkpoint)
     if path.name != config.checkpoint and "out_dir" not in given:  # PATH/best.ckpt
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
@@ -403,9 +357,9 @@ def parse_test(argv: list[str]) -> TestConfig:
 # ---- how the process begins and ends
 
 
-def parse_or_exit(parse: Callable) -> Any:
-    """Parses the command line of this process. A mistake ends the process with one line. Also prepares the process:
-    signals, closed streams, and no garbage collection until the imports are done."""
+def parse_or_exit(parse: Callable, cls: type) -> Any:
+    """The options of this process, by parse_train or parse_test. A mistake ends the process with one line. Also
+    prepares the process: signals, closed streams, and no garbage collection until the imports are done."""
     if sys.platform == "win32":
         end(2, "Windows lacks what runs need, such as locks and signals: use WSL2")
     if {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and sys.platform == "linux":
@@ -416,7 +370,7 @@ def parse_or_exit(parse: Callable) -> Any:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        return parse(sys.argv[1:])
+        return parse(cls, sys.argv[1:])
     except ConfigError as error:
         end(2, str(error))
 

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -17,18 +16,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from filelock import FileLock
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision, Precision
+from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cli import (
+from runtime.cli import (
     DEVICE_OPTIONS,
     ROOT,
     SOURCES,
@@ -39,7 +39,8 @@ from cli import (
     say,
     write_error,
 )
-from config import PER_HOST_OPTIONS, ConfigError, RunError
+from runtime.errors import ConfigError, RunError
+from runtime.options import PER_HOST_OPTIONS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that stop a run
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
@@ -59,49 +60,12 @@ def build_fabric(config) -> Fabric:
     with as_config_error(config, *DEVICE_OPTIONS):
         chosen = Fabric(**options).strategy
         prepare_device(config, chosen.root_device.type)
-        # Replace Fabric's classes by those below.
         if isinstance(chosen, DDPStrategy):
             options["strategy"] = ResumableDDP(config, chosen)
-        if isinstance(chosen.precision, MixedPrecision):
-            del options["precision"]
-            options["plugins"] = PlainMixedPrecision(chosen.precision.precision, chosen.precision.device)
-        return PlainFabric(**options)
-
-
-class PlainFabric(Fabric):
-    """Fabric whose `backward` is that of the tensor; in 16-mixed, of the scaled loss."""
-
-    def backward(self, tensor: Tensor, *args, model=None, **kwargs):
-        precision = self.strategy.precision
-        if getattr(precision, "scaler", None):  # in 16-mixed
-            precision.update_scale()
-            tensor = precision.scaler.scale(tensor)
-        tensor.backward(*args, **kwargs)
-
-
-class PlainMixedPrecision(MixedPrecision):
-    """bf16-mixed and 16-mixed for any number of optimizers, and with torch.autograd.grad.
-
-    Fabric updates the loss scale of 16-mixed in each optimizer's step. A second optimizer that steps on the same
-    backward pass would then divide its gradients again. Here the scale is updated before the next backward pass."""
-
-    backward = Precision.backward  # if it is overridden, Fabric refuses torch.autograd.grad
-    has_stepped = False
-
-    def optimizer_step(self, optimizer, **kwargs):
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, **kwargs)
-        self.has_stepped = True
-        return self.scaler.step(optimizer, **kwargs)
-
-    def update_scale(self):
-        if self.has_stepped:
-            self.scaler.update()
-            self.has_stepped = False
-
-    def state_dict(self) -> dict:
-        self.update_scale()
-        return super().state_dict()
+        fabric = Fabric(**options)
+    if config.precision == "bf16-mixed":  # Fabric's own, though it does nothing, would refuse torch.autograd.grad
+        fabric.strategy.precision.backward = MethodType(Precision.backward, fabric.strategy.precision)
+    return fabric
 
 
 class ResumableDDP(DDPStrategy):
@@ -169,6 +133,8 @@ def prepare_device(config, device: str):
         raise ValueError("16-mixed needs a CUDA GPU; use bf16-mixed or 32-true")
     if config.strategy == "dp" and (device != "cuda" or config.precision == "bf16-mixed"):
         raise ValueError("dp needs CUDA GPUs, and would run bf16-mixed in float16; use ddp, which is faster, too")
+    if device == "cuda":  # on a CPU it would make small products twice as slow
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of float32, with 10 bits of mantissa
     if device != "cpu":
         torch.backends.cudnn.deterministic = config.deterministic
         torch.backends.cudnn.benchmark = not config.deterministic
@@ -273,10 +239,6 @@ def explain(error: Exception):
         error.add_note(
             "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
         )
-    if "DataLoader timed out" in words:
-        error.add_note("if a data worker has failed, its message is above: /dev/shm may be full; otherwise it hangs")
-    if "finished reduction in the prior iteration" in words:
-        error.add_note("parts of the model have no gradient: give --strategy ddp_find_unused_parameters_true")
 
 
 # ---- agreement of the ranks
@@ -308,7 +270,8 @@ def difference(found: dict) -> str | None:
 def check_ranks(config, found: dict):
     """Raises ConfigError if a rank has other source files or options than rank 0, or has found something else."""
     checksums = {f"checksum of {name}": checksum for name, checksum in SOURCES.items()}
-    options = {f"--{name}": value for name, value in asdict(config).items() if name not in PER_HOST_OPTIONS}
+    own = (*PER_HOST_OPTIONS, *config.per_host)
+    options = {f"--{name}": value for name, value in asdict(config).items() if name not in own}
     other = difference(checksums | options | found)
     if other:
         raise ConfigError(
@@ -317,17 +280,16 @@ def check_ranks(config, found: dict):
         )
 
 
-def build_in_turn(fabric: Fabric, config, build: Callable) -> Any:
+def build_in_turn(fabric: Fabric, build: Callable) -> Any:
     """The result of build(). On each machine the first process calls it alone, since it may download files, then the
     others. They wait as long as it takes.
 
     Raises:
         ConfigError: build() has raised an OSError or ImportError. Other errors are bugs.
     """
-    key = zlib.crc32(repr([ROOT, config.dataset, config.data_dir]).encode())
-    path = Path(tempfile.gettempdir()) / f"build_datasets-{os.getuid()}-{key:08x}.lock"
+    path = Path(tempfile.gettempdir()) / f"build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock"
     group = gloo_group(NO_LIMIT)
-    with as_config_error(config, "dataset", "data_dir", kinds=(OSError, ImportError)):
+    try:
         if fabric.local_rank == 0:
             with FileLock(path):  # of other runs on this machine
                 result = build()
@@ -337,6 +299,8 @@ def build_in_turn(fabric: Fabric, config, build: Callable) -> Any:
             result = build()
         if group is not None:
             dist.barrier(group)
+    except (OSError, ImportError) as error:
+        raise ConfigError(f"build_datasets: {error}") from error
     return result
 
 
@@ -360,20 +324,16 @@ def handle_signals(handler: Callable, resources: ExitStack):
 class StopSignals:
     """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second Ctrl-C ends
     the process at once; other signals may come twice, as from a terminal that is closed, or torchrun. The ranks
-    synchronize about once a second, since that may take 1 ms. The first half of --fast_run is stopped, too."""
+    synchronize about once a second, since that may take 1 ms."""
 
-    def __init__(self, config, resources: ExitStack):
+    def __init__(self, timeout: float, resources: ExitStack):
         self.received = 0  # number of the signal
-        self.steps_left = math.inf
-        if config.fast_run and not config.resume:  # the first half
-            self.steps_left = (config.fast_run + 1) // 2
-        self.group = gloo_group(config.timeout)
+        self.group = gloo_group(timeout)
         self.interval = 1  # steps between two synchronizations
         self.steps = 0  # since the last one
         self.synchronized = time.monotonic()
         self.interrupt = signal.getsignal(signal.SIGINT)
-        if not config.fast_run:  # which a signal ends at once
-            handle_signals(self.receive, resources)
+        handle_signals(self.receive, resources)
 
     def receive(self, number: int, frame):
         signal.signal(signal.SIGINT, self.interrupt)
@@ -385,9 +345,6 @@ class StopSignals:
     def must_stop(self, synchronize: bool) -> bool:
         """Whether to stop; all ranks call it once per step. With `synchronize` the ranks are synchronized now, as they
         must be before a step waits for the device: a wait for a rank that has died would never end."""
-        self.steps_left -= 1
-        if self.steps_left == 0:
-            return True
         if self.group is None:
             return self.received > 0
         self.steps += 1

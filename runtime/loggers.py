@@ -18,9 +18,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cli import say
-from config import TrainConfig
-from utils import atomically, regular_file
+from runtime.cli import say
+from runtime.files import atomically
 
 tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which starts a process on Python 3.14
 
@@ -68,7 +67,7 @@ class Console:
     def open_log(self, run_dir: Path):
         """Opens train.log, and writes the lines that were printed before."""
         printed = self.log.getvalue()
-        self.log = open(run_dir / "train.log", "a", opener=regular_file)  # noqa: SIM115 - closed below
+        self.log = open(run_dir / "train.log", "a")  # noqa: SIM115 - closed below
         self.log.write(printed)
 
     def print(self, text: str):
@@ -115,25 +114,15 @@ class CSVLogger:
     def __init__(self, run_dir: Path, last_step: int):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
-        rows: list = []
-        if self.path.exists():
-            try:
-                rows = [row for row in self.read() if int(row["step"]) <= last_step]
-            except (KeyError, ValueError, csv.Error) as error:  # somebody has changed it
-                copy = self.path.with_name(time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
-                self.path.rename(copy)
-                say(f"{self.path} cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
-        self.write(rows)
+        rows = self.read() if self.path.exists() else []
+        self.write([row for row in rows if int(row["step"]) <= last_step])
 
     def read(self) -> list[dict]:
         """The rows of the file, without one that a kill has cut."""
-        with open(self.path, newline="", opener=regular_file) as file:
+        with open(self.path, newline="") as file:
             rows = list(csv.DictReader(file))
         if rows and None in rows[-1].values():
             rows.pop()
-        for row in rows:
-            if None in row or None in row.values():
-                raise ValueError(f"the row of step {row['step']} has not a value for each column")
         return rows
 
     def write(self, rows: list[dict]):
@@ -147,18 +136,14 @@ class CSVLogger:
 
     def log_metrics(self, row: dict, step: int):
         row = {"step": step, **row}
-        if not self.path.exists():  # somebody has deleted it
-            self.write([row])
-            return
         if set(row) - set(self.columns):  # new columns
             self.write([*self.read(), row])
             return
-        with open(self.path, "a", opener=regular_file) as file:  # for each row: an editor may have replaced the file
+        with open(self.path, "a") as file:  # for each row: an editor may have replaced the file
             csv.DictWriter(file, self.columns).writerow(row)
 
     def save(self):
-        if self.path.exists():
-            sync(self.path)
+        sync(self.path)
 
     def finalize(self, status: str):
         """Nothing is left to close."""
@@ -195,7 +180,7 @@ class WandbLogger:
     run: two runs of one name stay apart. wandb ignores steps that it already has. Its first error is printed, and the
     run goes on: a signal to all processes also ends wandb's process, and the run must still be saved."""
 
-    def __init__(self, run_dir: Path, config: TrainConfig):
+    def __init__(self, run_dir: Path, config: Any):
         import wandb
 
         has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
@@ -239,7 +224,7 @@ def sync(path: Path):
         os.fsync(file.fileno())
 
 
-def open_loggers(run_dir: Path, last_step: int, config: TrainConfig, resources: ExitStack) -> list:
+def open_loggers(run_dir: Path, last_step: int, config: Any, resources: ExitStack) -> list:
     """The loggers of config.logger_name. They are closed with the resources."""
     loggers: list = []
     if "csv" in config.logger_name:

@@ -1,0 +1,225 @@
+"""Means over ranks, gradients, time and memory."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from resource import RUSAGE_SELF, getrusage
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from runtime.errors import RunError
+from runtime.launch import difference
+
+# ---- values that compute_loss returns
+
+
+def as_scalars(values: Any) -> dict:
+    """The values of compute_loss as scalar tensors, detached. Raises RunError if they are not a dict of scalars."""
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise RunError(f"compute_loss: must return, first, a dict of means with one named `loss`, not a {kind}")
+    scalars = {}
+    for name, value in values.items():
+        if not is_scalar(value):
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.200}"
+            raise RunError(f"compute_loss: `{name}` is not a number or a tensor of one, but {given}")
+        scalars[name] = torch.as_tensor(value).detach()
+    return scalars
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a number of Python's or NumPy's, or a tensor of one, without dimensions."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.ndim == 0
+    return isinstance(value, (int, float, np.number, np.bool_))
+
+
+def check_loss(values: dict):
+    """Raises RunError if the values of compute_loss have no `loss` with a gradient, or a name that is taken."""
+    if "loss" not in values:
+        given = ", ".join(map(str, values))
+        raise RunError(f"compute_loss: must return, first, a dict of means with one named `loss`, but it has {given}")
+    if "grad_norm" in values:
+        raise RunError("compute_loss: `grad_norm` is logged by train.py: give this value another name")
+    if not getattr(values["loss"], "requires_grad", False):
+        raise RunError(
+            "compute_loss: `loss` has no gradient: "
+            "was it detached, made a number by .item(), or is the whole model frozen?"
+        )
+
+
+class Means:
+    """Means of named values over all ranks since they were last taken. As a part of `state` they survive a resume.
+
+    `add` does not wait for the device. `take` and `state_dict` wait for it and for the other ranks, so all ranks must
+    call them, with values of the same names."""
+
+    def __init__(self, fabric: Fabric):
+        self.fabric = fabric
+        self.dtype = torch.float32 if fabric.device.type == "mps" else torch.float64  # MPS has no float64
+        self.sums: dict = {}
+        self.weights: dict = {}
+
+    def add(self, values: dict, weight: int = 1):
+        """Adds scalars, each the mean of `weight` samples. For batches of the same size, 1 is enough. Raises RunError
+        for other values, and in training for a `loss` without a gradient."""
+        scalars = as_scalars(values)
+        if torch.is_grad_enabled():
+            check_loss(values)
+        for name, value in scalars.items():
+            if name not in self.sums:
+                self.set(name, 0, 0)
+            self.sums[name].add_(value, alpha=weight)
+            self.weights[name] += weight
+
+    def set(self, name: str, total: float, weight: float):
+        """Replaces the sum and the weight of a value."""
+        self.sums[name] = torch.full((), total, dtype=self.dtype, device=self.fabric.device)
+        self.weights[name] = weight
+
+    def take(self) -> dict:
+        """The means by name, with one wait for the device."""
+        means = {name: total / weight for name, (total, weight) in self.reduce().items()}
+        self.sums = {}
+        self.weights = {}
+        return means
+
+    def reduce(self) -> dict[str, tuple]:
+        """The sum and the weight of each value over all ranks, with one wait for the device.
+
+        Raises:
+            RunError: The ranks have values of other names.
+        """
+        names = sorted(self.sums)  # the same order on all ranks
+        other = difference({"names of the values": ", ".join(names)})
+        if other:
+            raise RunError(f"compute_loss and metrics must give the same names on all ranks: {other}")
+        if not names:
+            return {}
+        sums = [self.sums[name] for name in names]
+        weights = [torch.full_like(sums[0], self.weights[name]) for name in names]
+        table = torch.stack([*sums, *weights]).view(2, -1)
+        if dist.is_initialized():
+            dist.all_reduce(table)
+        reduced = dict(zip(names, table.T.tolist(), strict=True))
+        return {name: reduced[name] for name in self.sums}  # in the order of compute_loss
+
+    def state_dict(self) -> dict:
+        state = self.reduce()
+        self.load_state_dict(state)  # as a resume does, so that both add to the same sums
+        return state
+
+    def load_state_dict(self, state: dict):
+        """Rank 0 continues with the sums and weights of all ranks, the others with zero. So the total is the same, in
+        every digit, on any number of ranks."""
+        share = 1.0 if self.fabric.is_global_zero else 0.0
+        for name, (total, weight) in state.items():
+            self.set(name, share * total, share * weight)
+
+
+def scores_of(fabric: Fabric, results: Any) -> dict:
+    """What a metric computes, by name. A number is averaged over the ranks: all have the same then. Raises RunError if
+    the ranks have numbers of other names."""
+    if not isinstance(results, dict):  # of a single metric
+        results = {"metric": results}
+    scores = {str(name): value for name, value in results.items()}
+    numbers = Means(fabric)
+    numbers.add({name: value for name, value in scores.items() if is_scalar(value)})
+    return scores | numbers.take()
+
+
+# ---- gradients
+
+
+def parameters_of(optimizer: Any) -> list:
+    """The parameters of all groups, in the order of their numbers in the optimizer's state_dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def set_lr(group: dict, lr: float):
+    """Sets the learning rate of a parameter group. Some optimizers keep it in a tensor, which torch.optim gives to all
+    groups."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"] = torch.full_like(group["lr"], lr)
+    else:
+        group["lr"] = lr
+
+
+def unscale_gradients(fabric: Fabric, optimizer: Any):
+    """Divides the gradients by the loss scale of 16-mixed. Does nothing in other precisions."""
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    if scaler:
+        scaler.unscale_(optimizer.optimizer)  # Fabric's clip_gradients refuses a fused optimizer
+
+
+def clip_gradients(optimizer: Any, max_norm: float) -> Tensor:
+    """Clips the total norm of an optimizer's gradients to max_norm; 0 only measures it. Returns the norm before
+    clipping, on the device."""
+    parameters = parameters_of(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in gradients])
+    if max_norm:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+# ---- time and memory
+
+
+@dataclass
+class Timer:
+    """Measures the samples per second, and the fraction of time spent waiting for data. The clock runs from `next` to
+    `stop`."""
+
+    device: torch.device  # of the model
+    samples_per_batch: int  # of a micro-batch, on all devices together
+    began: float | None = None  # while the clock is running
+    seconds: float = 0.0
+    waited: float = 0.0
+    batches: int = 0
+
+    def stop(self):
+        """Stops the clock, if it is running, once the device has finished its work."""
+        if self.began is None:
+            return
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.seconds += time.perf_counter() - self.began
+        self.began = None
+
+    def next(self, batches: Iterator):
+        """The next batch."""
+        asked = time.perf_counter()
+        if self.began is None:
+            self.began = asked
+        batch = next(batches)
+        self.waited += time.perf_counter() - asked
+        self.batches += 1
+        return batch
+
+    def take(self) -> dict:
+        """The figures since the last call, and the peak memory. Stops the clock."""
+        self.stop()
+        row = {
+            "samples_per_second": self.batches * self.samples_per_batch / self.seconds,
+            "data_wait": self.waited / self.seconds,
+            "peak_memory_mb": peak_memory(self.device),
+        }
+        self.seconds = 0.0
+        self.waited = 0.0
+        self.batches = 0
+        return row
+
+
+def peak_memory(device: torch.device) -> float:
+    """The peak memory so far, in MB: allocated by torch on a GPU, otherwise the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    return getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e6
