@@ -114,6 +114,7 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
     adds `micro_batch_size`, since dropout and augmentation depend on it, and `precision`, the gradient scaler."""
     train_set = datasets["train"]
     val_set = datasets["val"]
+    plan = make_plan(config, len(train_set), len(val_set), fabric.world_size, run.micro_batch_size)
 
     # ---- model, optimizer, metrics
     fabric.seed_everything(config.seed)
@@ -129,7 +130,6 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
     means = Means(fabric)  # of what compute_loss returned since the last log
 
     # ---- data
-    plan = make_plan(config, len(train_set), len(val_set), fabric.world_size, run.micro_batch_size)
     sampler = TrainSampler(plan, train_set, fabric.global_rank, config.seed)
     train_loader = Loader(fabric, train_set, sampler, config, run.resources)
     val_batches = eval_batches(plan.val_samples, plan.micro_batch_size, fabric)

@@ -23,11 +23,11 @@ from lightning.fabric import Fabric
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import run  # noqa: E402
+from loggers import Console  # noqa: E402
+from rundir import RunDir  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
 from data import Loader, TrainSampler  # noqa: E402
-from loggers import Console  # noqa: E402
-from rundir import RunDir  # noqa: E402
 from utils import make_plan  # noqa: E402
 
 

@@ -9,7 +9,7 @@
 cd "$(dirname "$0")/.." || exit
 copy=$(mktemp -d) failed=0
 trap 'rm -rf "$copy"' EXIT
-cp -- *.py "$copy"
+cp -R -- *.py runtime "$copy"
 in_copy() { git -C "$copy" -c user.name=recipes -c user.email= "$@"; }
 in_copy init --quiet && in_copy add --all && in_copy commit --quiet --message "the code as it is"
 

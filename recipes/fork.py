@@ -29,10 +29,11 @@ from lightning.fabric import Fabric
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import checkpoints  # noqa: E402
 import cli  # noqa: E402
-from config import LENGTH_OPTIONS, UNTRAINED_OPTIONS, ConfigError, TrainConfig, mode_of, values_of  # noqa: E402
 from launch import run_and_exit  # noqa: E402
 from loggers import CSVLogger  # noqa: E402
 from rundir import RunDir, code_folder  # noqa: E402
+
+from config import LENGTH_OPTIONS, UNTRAINED_OPTIONS, ConfigError, TrainConfig, mode_of, values_of  # noqa: E402
 from utils import write_json  # noqa: E402
 
 RATE_OPTIONS = ("base_lr", "base_batch_size", "lr_scaling_rule", "warmup_epochs", "lr_schedule")

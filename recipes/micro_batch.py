@@ -24,6 +24,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 import cli  # noqa: E402
+
 from config import ConfigError, TrainConfig  # noqa: E402
 
 OWN = ("micro_batch_size", "fast_run")  # options that train.py gets from here
@@ -47,6 +48,7 @@ def possible_sizes(config: TrainConfig) -> list[int]:
     """The micro-batch sizes that are possible, the smallest first. Raises ConfigError if the effective batch size does
     not divide, or the machine does not have the devices."""
     from launch import build_fabric  # imports torch
+
     from utils import choose_micro_batch_size
 
     world_size = build_fabric(config).world_size

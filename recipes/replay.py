@@ -34,15 +34,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fork import fork, read_first  # noqa: E402
-
 import cli  # noqa: E402
-import train  # noqa: E402
 from checkpoints import checkpoints_of, load, named_tensors, step_of  # noqa: E402
-from config import ConfigError  # noqa: E402
-from data import TrainSampler, seeder  # noqa: E402
+from fork import fork, read_first  # noqa: E402
 from launch import run_and_exit  # noqa: E402
 from rundir import RunDir  # noqa: E402
+
+import train  # noqa: E402
+from config import ConfigError  # noqa: E402
+from data import TrainSampler, seeder  # noqa: E402
 from utils import Plan, as_scalars, atomically, clip_gradients, unscale_gradients, write_json  # noqa: E402
 
 TRAIN = train.train

@@ -38,6 +38,7 @@ from runs import curve
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 import cli  # noqa: E402 - they import no torch
+
 from config import ConfigError, TrainConfig, mode_of  # noqa: E402
 
 try:

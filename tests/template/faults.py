@@ -29,7 +29,8 @@ from pathlib import Path
 from threading import Lock
 
 import torch
-from conftest import (
+from edits import insert_after, insert_before
+from helpers import (
     MEASURED,
     NO_SHARED_STORE,
     ON_2,
@@ -51,7 +52,6 @@ from conftest import (
     wait_for,
     weights,
 )
-from edits import insert_after, insert_before
 from test_faults import kill_before, remove_what_is_no_run
 from test_logging import read_tensorboard, values, wandb_id, wandb_records
 

@@ -24,8 +24,8 @@ import simple_parsing
 import torch
 import torch.distributed as dist
 import yaml
-from conftest import REPO, children, kill_group, run, start, wait_for
 from filelock import FileLock, Timeout
+from helpers import REPO, children, kill_group, run, start, wait_for
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -40,11 +40,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-import checkpoints
-import cli
-import launch
 import utils
-from config import ConfigError, TrainConfig
+from config import TrainConfig
+from runtime import checkpoints, cli, launch
+from runtime.errors import ConfigError
 
 BIN = Path(sys.executable).parent
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -566,7 +565,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 sys.path.insert(0, {repo!r})
-import launch
+from runtime import launch
 rank, how = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore("store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -5,10 +5,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, call, run
+from helpers import SMALL, call, run
 
-from cli import to_yaml
 from config import TrainConfig
+from runtime.cli import to_yaml
 
 
 def files(folder: Path) -> set[Path]:

@@ -11,19 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import (
+from helpers import (
     REPO,
     assert_same_training,
     call,
     diffs,
     edited,
     history,
+    imported,
+    imported_train,
     killed_and_resumed,
     on_one_and_two,
     run,
     run_dir,
+    with_patch,
 )
-from test_recipes import imported, imported_train, with_patch
 
 PATCH = REPO / "benchmarks" / "nanogpt.patch"
 PAGES = (REPO / "benchmarks" / "nanogpt.md", REPO / "benchmarks" / "README.md")

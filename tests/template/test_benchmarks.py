@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run
+from helpers import REPO, run
 
 pytestmark = pytest.mark.recipes
 

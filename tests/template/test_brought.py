@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import (
+from edits import copy_programs, insert_after, insert_before, replace
+from helpers import (
     LONG,
     ON_2,
     SMALL,
@@ -19,7 +20,6 @@ from conftest import (
     run_dir,
     weights,
 )
-from edits import copy_programs, insert_after, insert_before, replace
 
 FEW = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 METRIC = '__import__("torchmetrics").Metric'

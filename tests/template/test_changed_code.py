@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import zygote
-from conftest import SMALL, call, clean_environment, last_summary, run_dir, weights, without_locks
 from edits import REPO, insert_before, replace
+from helpers import SMALL, call, clean_environment, last_summary, run_dir, weights, without_locks
 from torch import nn
 
-import checkpoints
-from cli import read_config
 from config import TrainConfig
+from runtime import checkpoints
+from runtime.cli import read_config
 
 CONSTANT = f"{SMALL} --lr_schedule constant --logger_name csv"
 ADAMW = "torch.optim.AdamW({}, weight_decay=config.weight_decay, fused=True)"

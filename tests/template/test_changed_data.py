@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ON_2, SMALL, call, run, run_dir
 from edits import REPO, insert_after, insert_before, replace
+from helpers import ON_2, SMALL, call, run, run_dir
 
-from data import checksum
+from runtime.loader import checksum
 
 STEPS = f"{SMALL} --lr_schedule constant --logger_name csv --max_steps"
 HAS_CHANGED = "is another one than before: samples, labels, order or augmentation have changed"

@@ -8,11 +8,13 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run
+from helpers import REPO, run
 
-from cli import config_with, parse_test, parse_train, read_config, to_yaml
-from config import ConfigError, TrainConfig, mode_of, values_of
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
+from config import TrainConfig, mode_of
+from runtime.cli import config_with, parse_test, parse_train, read_config, to_yaml
+from runtime.errors import ConfigError
+from runtime.options import values_of
 from utils import Plan, limit, make_plan, scale_lr
 
 OF_LAUNCHERS = ["LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]

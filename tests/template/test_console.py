@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import zygote
-from conftest import (
+from edits import insert_after, replace
+from helpers import (
     ON_2,
     PREEMPTED,
     REPO,
@@ -29,10 +30,9 @@ from conftest import (
     start,
     wait_for,
 )
-from edits import insert_after, replace
 
-from config import RunError
-from loggers import Console, format_row
+from runtime.errors import RunError
+from runtime.loggers import Console, format_row
 
 # ---- header and table
 
@@ -145,7 +145,7 @@ WITH_TQDM_MONITOR = """
 import time
 from contextlib import ExitStack
 from tqdm import tqdm
-from loggers import Console
+from runtime.loggers import Console
 tqdm.monitor_interval = 0.01
 with ExitStack() as resources:
     console = Console(True, 0, 10, "val/loss", resources)
@@ -289,7 +289,7 @@ def test_the_summary_has_a_checkpoint_as_soon_as_it_is_there(tmp_path):
 
 def test_a_run_that_failed_says_so(tmp_path):
     with pytest.raises(RunError) as error:
-        from cli import parse_train
+        from runtime.cli import parse_train
         from train import main
 
         os.chdir(tmp_path)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run, run_dir
+from helpers import REPO, run, run_dir
 
 PAGE = (REPO / "CONTRIBUTING.md").read_text()
 COMMAND = re.search(r"^python (train\.py .*--epochs.*)$", PAGE, re.MULTILINE)[1]

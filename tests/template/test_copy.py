@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import zygote
-from conftest import REPO, clean_environment, diffs, edited
 from edits import copy_programs, insert_after, insert_before, replace, with_text
+from helpers import RECIPES, REPO, clean_environment, diffs, edited, with_recipe
 from test_own_options import FIELDS, NESTED, with_fields
-from test_recipes import RECIPES, with_recipe
 
 DIFFS = diffs("README.md")
 PATCHES = sorted(path.stem for path in RECIPES.glob("*/*.patch"))

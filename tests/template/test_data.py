@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import LONG, REPO, killed_and_resumed
 from edits import replace
+from helpers import LONG, REPO, killed_and_resumed
 from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 
-from config import ConfigError, TrainConfig
-from data import ImageDataset, Loader, SeededBatches, TrainSampler, build_datasets, eval_batches
+from config import TrainConfig
+from data import ImageDataset, build_datasets
+from runtime.errors import ConfigError
+from runtime.loader import Loader, SeededBatches, TrainSampler, eval_batches
 from utils import Plan, make_plan
 
 SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6

@@ -6,7 +6,8 @@ import signal
 import sys
 
 import pytest
-from conftest import (
+from edits import insert_before
+from helpers import (
     PREEMPTED,
     REPO,
     SMALL,
@@ -17,7 +18,6 @@ from conftest import (
     run,
     started,
 )
-from edits import insert_before
 
 # ---- data workers
 
@@ -154,7 +154,7 @@ def test_a_second_failure_while_a_run_ends_does_not_hide_the_first_or_how_to_go_
     (tmp_path / "fails.py").write_text(f"""
 import sys; sys.path.insert(0, {str(REPO)!r})
 from contextlib import ExitStack
-import launch
+from runtime import launch
 from config import TrainConfig
 
 def fail(number):
@@ -180,7 +180,7 @@ def test_a_data_worker_that_dies_in_the_middle_of_a_save_is_named(tmp_path):
     (tmp_path / "fails.py").write_text(f"""
 import sys; sys.path.insert(0, {str(REPO)!r})
 import torch
-import launch
+from runtime import launch
 from config import TrainConfig
 
 class File:

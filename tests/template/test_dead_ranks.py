@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
+from edits import copy_programs, insert_after, insert_before, replace, with_text
+from helpers import (
     ON_2,
     PREEMPTED,
     SLOW,
@@ -34,7 +35,6 @@ from conftest import (
     started,
     wait_for,
 )
-from edits import copy_programs, insert_after, insert_before, replace, with_text
 from test_prepared_data import DOWNLOAD, log
 
 # ---- dead, failing and frozen ranks

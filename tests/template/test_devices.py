@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of, weights
 from edits import insert_after, insert_before, replace
+from helpers import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of, weights
 from lightning.fabric import Fabric
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import launch
 import utils
 from config import TrainConfig
 from data import build_datasets
-from launch import PlainFabric, PlainMixedPrecision
+from runtime import launch
+from runtime.launch import PlainFabric, PlainMixedPrecision
 from train import build_model
 
 # 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from edits import insert_after, insert_before, replace
+from helpers import (
     ON_2,
     SMALL,
     assert_told_by_ranks,
@@ -19,7 +20,6 @@ from conftest import (
     run_dir,
     without_locks,
 )
-from edits import insert_after, insert_before, replace
 
 # Stands before `build_datasets`, which it replaces: SAMPLE is what the datasets give for an image and its target.
 NEW_DATA = """

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
+from edits import insert_before, replace
+from helpers import (
     ON_2,
     REPO,
     SMALL,
@@ -26,12 +27,11 @@ from conftest import (
     start,
     started,
 )
-from edits import insert_before, replace
 from lightning.fabric import Fabric
 
 from config import TrainConfig
 from model import Model
-from rundir import RunDir
+from runtime.rundir import RunDir
 
 COUNTS = {"train": 1217, "val": 200, "test": 380}
 

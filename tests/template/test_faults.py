@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from edits import insert_after, insert_before
+from helpers import (
     LONG,
     ON_2,
     REPO,
@@ -41,7 +42,6 @@ from conftest import (
     wait_for,
     weights,
 )
-from edits import insert_after, insert_before
 
 # Long enough for a fault that comes late.
 LONGER = f"{LONG} --epochs 12"  # 96 steps

@@ -8,9 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TORCHRUN, interrupt, kill_group, newest, run, run_dir, save_as_of, start, wait_for
 from edits import insert_after, insert_before, replace
-from test_recipes import with_recipe
+from helpers import (
+    REPO,
+    TORCHRUN,
+    interrupt,
+    kill_group,
+    newest,
+    run,
+    run_dir,
+    save_as_of,
+    start,
+    wait_for,
+    with_recipe,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

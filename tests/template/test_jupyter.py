@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, clean_environment, newest, run_dir, wait_for
 from edits import copy_programs, replace
+from helpers import REPO, call, clean_environment, newest, run_dir, wait_for
 
 PAGE = (REPO / "docs" / "notebooks.md").read_text()
 

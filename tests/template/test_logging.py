@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PREEMPTED, REPO, SMALL, call, last_summary, newest, run, run_dir, start, wait_for
 from edits import insert_after
+from helpers import PREEMPTED, REPO, SMALL, call, last_summary, newest, run, run_dir, start, wait_for
 from lightning.fabric import Fabric
 
 from config import TrainConfig
-from loggers import WandbLogger
-from rundir import write_provenance
+from runtime.loggers import WandbLogger
+from runtime.rundir import write_provenance
 
 LONG = (
     "train.py --accelerator cpu --epochs 20 --limit_train_batches 8 --limit_val_batches 2 --width 4 "

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import REPO, call, kill_group, newest, run, run_dir, start, wait_for
+from helpers import REPO, call, kill_group, newest, run, run_dir, start, wait_for
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """
@@ -12,7 +12,8 @@ sys.path.insert(0, PROGRAM)
 import torch
 import tqdm
 from train import main
-from config import ConfigError, TrainConfig
+from runtime.errors import ConfigError
+from config import TrainConfig
 
 SMALL = dict(accelerator="cpu", limit_train_batches=4, limit_val_batches=1, width=4)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

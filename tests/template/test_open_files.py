@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, assert_same_run, call, start
 from edits import insert_before, replace
+from helpers import SMALL, assert_same_run, call, start
 
 from config import TrainConfig
-from data import build_datasets, start_worker
+from data import build_datasets
+from runtime.loader import start_worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the workers of other systems begin without files")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ON_2, SMALL, call, run, run_dir
 from edits import copy_programs, insert_before
+from helpers import ON_2, SMALL, call, run, run_dir
 
 NESTED = '''@dataclass(frozen=True)
 class DecayConfig:

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import LONG, assert_same_run, assert_same_training, call, killed_and_resumed, on_one_and_two
 from edits import insert_before
+from helpers import LONG, assert_same_run, assert_same_training, call, killed_and_resumed, on_one_and_two
 
 import utils
 from config import TrainConfig
-from data import TrainSampler
+from runtime.loader import TrainSampler
 
 # The sixteen first samples, then others with replacement: some come several times, most do not come.
 ORDER = """

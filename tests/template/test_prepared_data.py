@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
+from edits import insert_before
+from helpers import (
     SMALL,
     TORCHRUN,
     call,
@@ -21,7 +22,6 @@ from conftest import (
     start_two,
     wait_for,
 )
-from edits import insert_before
 
 # A slow download, as people write it: into a folder that is there from the first moment on. It is whole once it has its
 # mark. A file "go" lets it end. Two at a time fail.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import zygote
-from conftest import (
+from edits import insert_after
+from helpers import (
     LONG,
     NO_SHARED_STORE,
     ON_2,
@@ -40,7 +41,6 @@ from conftest import (
     wait_for,
     without_locks,
 )
-from edits import insert_after
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, call, run_dir
 from edits import copy_programs, insert_before, replace
+from helpers import SMALL, call, run_dir
 
-from cli import read_config, to_yaml
+from runtime.cli import read_config, to_yaml
 
 CSV = f"{SMALL} --lr_schedule constant --logger_name csv"
 

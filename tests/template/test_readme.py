@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, clean_environment, diffs, edited, run
 from edits import insert_before, replace
+from helpers import REPO, call, clean_environment, diffs, edited, run
 
 from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import (
+from edits import insert_after, insert_before, replace
+from helpers import (
     LONG,
     ON_2,
     PREEMPTED,
@@ -46,16 +47,15 @@ from conftest import (
     wait_for,
     without_locks,
 )
-from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
-import checkpoints
 import train
-from cli import parse_train
 from config import TrainConfig
-from loggers import Console
-from rundir import RunDir
+from runtime import checkpoints
+from runtime.cli import parse_train
+from runtime.loggers import Console
+from runtime.rundir import RunDir
 
 # ---- interrupted and resumed
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from edits import copy_programs, insert_after
+from helpers import (
     LONG,
     ON_2,
     SMALL,
@@ -17,7 +18,6 @@ from conftest import (
     run,
     run_dir,
 )
-from edits import copy_programs, insert_after
 
 CHANNELS_LAST, LOSS_INSIDE, UNWRAPPED, TORCH_ALONE = diffs("docs/speed.md")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from edits import insert_after, insert_before, replace
+from helpers import (
     ON_2,
     SMALL,
     assert_same_run,
@@ -20,7 +21,6 @@ from conftest import (
     start_two,
     wait_for,
 )
-from edits import insert_after, insert_before, replace
 
 CONSTANT = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import (
+from edits import copy_programs, insert_after, insert_before, replace, with_text
+from helpers import (
     LONG,
     ON_2,
     REPO,
@@ -29,13 +30,12 @@ from conftest import (
     run,
     run_dir,
 )
-from edits import copy_programs, insert_after, insert_before, replace, with_text
 from lightning.fabric import Fabric
 
-import launch
 import train
 import utils
 from config import TrainConfig
+from runtime import launch
 
 BIN = sysconfig.get_path("scripts")
 ALL_STEPS = f"{SMALL} --log_interval 1"
@@ -171,8 +171,8 @@ DP = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch, train
-from launch import build_fabric
-from cli import parse_train
+from runtime.launch import build_fabric
+from runtime.cli import parse_train
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DataParallelStrategy
 

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO, call
 from edits import copy_programs, replace
+from helpers import REPO, call
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
 *_, MERGE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)

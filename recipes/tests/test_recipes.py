@@ -1,0 +1,330 @@
+"""The recipes but the large ones: each applied to a copy of the programs and run."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from edits import apply, copy_programs
+from helpers import ON_2, RECIPES, REPO, SMALL, call, imported, patch_of, run, run_dir, with_patch, with_recipe
+
+PATCHES = sorted([*RECIPES.glob("*/*.patch"), *REPO.glob("benchmarks/*.patch")])
+
+
+# ---- options
+
+CHECKED = {"fast_run", "folds", "fold"}  # by a line of their own
+
+
+@pytest.mark.parametrize("patch", sorted(RECIPES.glob("*/*.patch")), ids=lambda path: path.stem)
+def test_each_number_that_a_recipe_adds_has_a_bound(patch: Path, tmp_path: Path):
+    config = imported(with_patch(patch, tmp_path), "config")
+    numbers = {option.name for option in fields(config.TrainConfig) if option.type in (int, float, int | float)}
+    assert numbers <= {*config.ABOVE_0, *config.AT_LEAST_0, *CHECKED}
+
+
+# ---- profiler
+
+
+def test_profiler_writes_a_trace_of_the_steps(tmp_path: Path):
+    program = with_recipe("profiler", tmp_path / "program")
+    done = run(f"{program}/train.py {SMALL} --profile 3 {ON_2}", tmp_path)
+    assert done.stdout.count("Self CPU time total") == 1  # of rank 0 alone
+    events = json.loads((run_dir(tmp_path) / "trace-00000008.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"}  # counted from 0
+
+
+@pytest.mark.parametrize("max_steps, recorded", [(7, 2), (5, 0)])
+def test_a_profile_has_no_more_steps_than_were_run(max_steps: int, recorded: int, tmp_path: Path):
+    program = with_recipe("profiler", tmp_path / "program")
+    printed = call(f"{program}/train.py {SMALL} --profile 3 --max_steps {max_steps}", tmp_path).stdout
+    assert (f"trace of {recorded} steps" in printed) == (recorded > 0)
+    assert len([*run_dir(tmp_path).glob("trace-*.json")]) == (recorded > 0)
+
+
+def test_a_profile_is_not_in_the_speed_and_a_resume_makes_another(tmp_path: Path):
+    program = with_recipe("profiler", tmp_path / "program")
+    profiling = program / "profiling.py"
+    text = profiling.read_text()
+    assert text.count("        print(profiler.") == 1
+    slow = text.replace("        print(profiler.", "        __import__('time').sleep(5)\n        print(profiler.")
+    profiling.write_text(slow)
+    call(f"{program}/train.py {SMALL} --profile 3 --max_steps 8", tmp_path)
+    with open(run_dir(tmp_path) / "logs" / "csv" / "metrics.csv") as file:
+        row = [*csv.DictReader(file)][-1]
+    assert row["step"] == "8" and float(row["samples_per_second"]) > 4 * 64 / 5
+    profiling.write_text(text)
+    call(f"{program}/train.py --resume auto --max_steps 20", tmp_path)
+    names = sorted(path.name for path in run_dir(tmp_path).glob("trace-*.json"))
+    assert names == ["trace-00000008.json", "trace-00000016.json"]
+
+
+# ---- slurm.sbatch, with stand-ins for Slurm: srun writes a checkpoint if it is told so, scontrol what it gets
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    """Runs slurm.sbatch as a job; returns its exit code, the options of train.py, and what scontrol got."""
+    commands = {
+        "srun": 'echo "$@" >srun_got; mkdir -p 20260101-000000-train_7/checkpoints; touch $WRITES; exit $CODE',
+        "scontrol": 'echo "$@" >scontrol_got',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+
+    def run_job(code: int, writes: str = "", options: str = "--epochs 3", **env: str) -> tuple[int, str, str]:
+        slurm = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+        process = subprocess.run(
+            ["bash", RECIPES / "cluster" / "slurm.sbatch", *options.split()],
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "WRITES": writes or "none"}
+            | slurm
+            | env,
+        )
+        requeued = tmp_path / "scontrol_got"
+        got = requeued.read_text().strip() if requeued.exists() else ""
+        return process.returncode, (tmp_path / "srun_got").read_text().split("train.py ")[1].strip(), got
+
+    return run_job
+
+
+@pytest.mark.parametrize("code, requeued", [(0, False), (2, False), (1, False), (137, False), (75, True), (138, True)])
+def test_a_job_is_requeued_after_a_signal_but_not_after_a_mistake(code: int, requeued: bool, job):
+    assert job(code) == (code, "--root_dir . --out_dir train_7 --resume auto --epochs 3", "requeue 7" * requeued)
+
+
+def test_a_job_is_requeued_after_a_failure_if_it_had_saved(job):
+    """One that fails again before the next checkpoint ends."""
+    checkpoint = "20260101-000000-train_7/checkpoints/step-00000004.ckpt"
+    assert job(1, checkpoint)[2] == "requeue 7"
+
+
+def test_a_failure_that_comes_again_at_the_same_place_ends_the_job(job, tmp_path: Path):
+    checkpoint = "20260101-000000-train_7/checkpoints/step-00000004.ckpt"
+    (tmp_path / checkpoint).parent.mkdir(parents=True)
+    (tmp_path / checkpoint).touch()
+    assert job(1, checkpoint)[2] == ""
+
+
+def test_a_task_of_an_array_requeues_itself_alone(job):
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}
+    options = "--root_dir . --out_dir train_6_3 --resume auto --seed 3 --epochs 3"
+    assert job(75, **array) == (75, options, "requeue 6_3")
+
+
+def test_a_new_job_goes_on_with_the_run_of_an_old_one(job):
+    options = "--root_dir . --out_dir train_5 --resume auto --epochs 3"
+    assert job(75, OLD_JOB="5") == (75, options, "requeue 7")
+
+
+# ---- idle_gpus.sh, with a stand-in for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without
+# one, GPU 4 does not tell its memory
+
+NVIDIA_SMI = """#!/bin/bash
+case $* in
+    "--query-gpu=index,uuid,memory.used,memory.total --format=csv,noheader,nounits")
+        printf '%s\\n' "0, GPU-00, 10, 80000" "1, GPU-11, 600, 80000" "2, GPU-22, 9000, 80000" "3, GPU-33, 0, 80000" \\
+            "4, GPU-44, [N/A], [N/A]" ;;
+    "--query-compute-apps=gpu_uuid --format=csv,noheader") printf '%s\\n' GPU-00 GPU-00 ;;
+    *) exit 2 ;;
+esac
+"""
+
+
+@pytest.fixture
+def with_nvidia_smi(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    "wanted, printed, error",
+    [("", "GPU-11\n", ""), ("3", "GPU-11,GPU-33,GPU-44\n", ""), ("4", "", "3 of 5 are idle"), ("two", "", "how many?")],
+)
+def test_idle_gpus(wanted: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path):
+    done = run(f"recipes/cluster/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0)
+    assert done.stdout == printed and done.stderr.count("\n") == (error != "") and error in done.stderr
+
+
+@pytest.mark.parametrize(
+    "visible, printed, error",
+    [("3,0", "GPU-33\n", ""), ("GPU-22,GPU-33", "GPU-33\n", ""), ("0", "", "0 of 1 are idle"), ("", "", "0 of 0")],
+)
+def test_idle_gpus_are_of_those_that_are_visible(
+    visible: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path
+):
+    done = run("recipes/cluster/idle_gpus.sh", tmp_path, code=1 if error else 0, CUDA_VISIBLE_DEVICES=visible)
+    assert done.stdout == printed and error in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has nvidia-smi")
+def test_idle_gpus_needs_nvidia_smi(tmp_path: Path):
+    assert "no nvidia-smi" in run("recipes/cluster/idle_gpus.sh", tmp_path, code=1).stderr
+
+
+# ---- check.sh, style
+
+
+def assert_ruff_finds_nothing(command: str, folder: Path) -> None:
+    """In any of the programs in `folder`, each with a pyproject.toml of its own: of what is beside it."""
+    ruff = [Path(sys.executable).parent / "ruff", *command.split(), "--no-cache", "."]
+    done = subprocess.run(ruff, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_patch_leaves_the_style_as_it_is(tmp_path: Path):
+    for patch in PATCHES:
+        shutil.copy(REPO / "pyproject.toml", with_patch(patch, tmp_path / patch.stem))
+    for command in ("check", "format --check"):
+        assert_ruff_finds_nothing(command, tmp_path)
+
+
+# The rows of the page's table: folder, name, and those that the recipe does not go with. In italics, both apply.
+TABLE = re.findall(
+    r"^\| \[(\w+)/(\w+)\]\(\1/\2\.patch\) \|(?:[^|]*\|){3} ?([^|]*) \|",
+    (RECIPES / "README.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def pairs_that(italics: bool) -> set[frozenset]:
+    """The pairs that apply and fail; or those of which the second one does not apply."""
+    found = [(name, other) for _, name, others in TABLE for other in others.split(", ") if other]
+    return {frozenset((name, other.strip("*"))) for name, other in found if ("*" in other) == italics}
+
+
+def changed_lines(recipe: str) -> set[tuple]:
+    """What a patch changes, with a line before and after: names of files, and numbers of lines in them."""
+    found, name = set(), ""
+    for line in patch_of(recipe).read_text().splitlines():
+        name = line.removeprefix("--- a/") if line.startswith("--- ") else name
+        if hunk := re.match(r"@@ -(\d+)(?:,(\d+))? ", line):
+            first, count = int(hunk[1]), int(hunk[2] or 1)
+            found |= {(name, number) for number in range(first, first + count + 1)}
+    return found
+
+
+KINDS = [name for folder, name, _ in TABLE if folder == "kinds"]
+FEATURES = ["ema", *(name for folder, name, _ in TABLE if folder != "kinds")]  # averaged weights go with other kinds
+APART = pairs_that(italics=False)
+PAIRS = [(kind, feature) for kind in KINDS for feature in FEATURES if kind != feature]
+NEIGHBOURS = [
+    pair
+    for pair in PAIRS
+    if changed_lines(pair[0]) & changed_lines(pair[1]) and frozenset(pair) not in APART | pairs_that(italics=True)
+]
+# What a recipe needs to be tried, and to run as it is meant to.
+NEEDS = {
+    "crossvalidation": "--fold 1",
+    "distillation": "--teacher {teacher}",
+    "profiler": "--profile 1",
+    "sharded": "--strategy model_parallel --devices 1",
+}
+
+
+@pytest.mark.parametrize("first", sorted({*KINDS, *FEATURES}))
+def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path: Path):
+    """All other pairs apply, the feature second, and leave the style as it is."""
+    program = with_recipe(first, tmp_path / "first")
+    shutil.copy(REPO / "pyproject.toml", program)
+    fit = []
+    for second in FEATURES:
+        both = Path(shutil.copytree(program, tmp_path / second))
+        try:
+            apply(patch_of(second).read_text(), both)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(both)
+        else:
+            fit.append(second)
+    assert_ruff_finds_nothing("check", tmp_path)
+    assert fit == [second for second in FEATURES if second != first and frozenset((first, second)) not in APART]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("data/*.patch")))
+def test_the_page_names_the_recipes_after_which_a_data_patch_is_refused(name: str, tmp_path: Path):
+    page = (RECIPES / "README.md").read_text()
+    of_all, of_datasets, others = page.partition("`git apply` also refuses ")[2].partition(".")[0].split(";")
+    assert "second data patch" in others
+    text = of_all + of_datasets if name == "datasets" else of_all
+    named = {recipe for recipe in (*KINDS, *FEATURES) if re.search(rf"\b{recipe}\b", text)}
+    refused = set()
+    for first in {*KINDS, *FEATURES}:
+        try:
+            apply(patch_of(name).read_text(), with_recipe(first, tmp_path / first))
+        except subprocess.CalledProcessError:
+            refused.add(first)
+    assert refused == named
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    cwd = tmp_path_factory.mktemp("teacher")
+    call(f"train.py {SMALL} --epochs 1", cwd)
+    return run_dir(cwd)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("kind, feature", NEIGHBOURS)
+def test_recipes_that_change_neighbouring_lines_train_together(kind: str, feature: str, teacher: Path, tmp_path: Path):
+    if kind == "text_classification":
+        pytest.importorskip("transformers")
+    program = apply(patch_of(feature).read_text(), with_recipe(kind, tmp_path / "program"))
+    options = f"{NEEDS.get(kind, '')} {NEEDS.get(feature, '')}".format(teacher=teacher)
+    steps = "--max_steps 3 --val_interval 1 --log_interval 1 --checkpoint_interval 1 --limit_val_batches 1"
+    how = run if "sharded" in (kind, feature) else call  # its launcher would change the threads of this process
+    how(f"{program}/train.py --accelerator cpu {steps} {options}", tmp_path)
+    call(f"{program}/test.py --accelerator cpu --checkpoint last", tmp_path)
+
+
+def test_the_page_has_a_row_for_each_recipe():
+    """Those of data are on a page of their own."""
+    folders = ("kinds", "features", "cluster")
+    recipes = [(folder, path.stem) for folder in folders for path in sorted((RECIPES / folder).glob("*.patch"))]
+    assert [row[:2] for row in TABLE] == recipes
+
+
+def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
+    """On a copy in which a recipe's lines first move, and then change."""
+
+    def check(option: str = "", code: int = 0) -> dict[str, str]:
+        lines = run(f"{tmp_path}/recipes/check.sh {option}", tmp_path, code).stdout.splitlines()
+        return {re.search(r"recipes/(\S+)", line)[1]: line.partition(":")[0] for line in lines}
+
+    copy_programs(tmp_path)
+    patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "data" / "mapped.patch"
+    good = {f"{path.parent.name}/{path.name}": "applies" for path in RECIPES.glob("*/*.patch")}
+    config = (tmp_path / "config.py").read_text()
+    (tmp_path / "config.py").write_text("# a new line\n" + config)
+    before = patch.read_text()
+    assert check() == good and patch.read_text() == before
+    assert check("--write") == good and patch.read_text() != before
+    assert patch.read_text().partition("diff --git")[0] == before.partition("diff --git")[0] != ""
+    assert check() == good
+    (tmp_path / "config.py").write_text(config.replace('dataset: Literal["digits"]', 'dataset: Literal["digits", "x"]'))
+    failing = [
+        f"{path.parent.name}/{path.name}"
+        for path in RECIPES.glob("*/*.patch")
+        if '    dataset: Literal["digits"] = "digits"' in path.read_text()
+    ]
+    assert "data/mapped.patch" in failing
+    assert check("--write", code=len(failing)) == good | dict.fromkeys(failing, "FAILS")
+
+
+def test_the_pages_count_the_lines_as_check_does():
+    counted = re.findall(r"recipes/(\S+)  \((\d+) files, (\d+) lines\)", run(f"{RECIPES}/check.sh", REPO).stdout)
+    pages = "".join((RECIPES / page).read_text() for page in ("README.md", "data.md"))
+    for recipe, files, lines in counted:
+        row = next(line for line in pages.splitlines() if f"]({recipe}) |" in line)
+        assert f"| {files} | {lines} |" in row or f"| {lines} |" in row, row

@@ -1,0 +1,142 @@
+"""The places of the programs that tests edit, by name. Where a change of the programs moves one, this file follows it,
+and no test changes: a test says what it edits, not what the text around it is."""
+
+import os
+import shutil
+import subprocess
+import textwrap
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+# name: (file, text that stands there once). A text that ends with a newline is a whole line.
+POINTS = {
+    # ---- train.py
+    "functions": ("train.py", "def build_model("),
+    "image shape": ("train.py", "image, _ = dataset[0]"),
+    "use of dropout": ("train.py", "config.width, config.dropout)"),
+    "model": ("train.py", "    return Model("),
+    "batch": ("train.py", "    images, targets = batch\n"),
+    "logits": ("train.py", "logits = model(images)"),
+    "values": ("train.py", '{"loss": F.cross_entropy(logits, targets)}'),
+    "outputs": ("train.py", "(logits, targets)\n"),
+    "build_metrics": ("train.py", "def build_metrics("),
+    "accuracy": ("train.py", 'average="micro"'),
+    "metrics": ("train.py", '{"accuracy": accuracy}'),
+    "collection": ("train.py", 'MetricCollection({"accuracy": accuracy}, compute_groups=False)'),
+    "train": ("train.py", "def train("),
+    "set up model": ("train.py", "    model = fabric.setup_module(model)\n"),
+    "optimizer": ("train.py", "torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)"),
+    "set up optimizer": ("train.py", "fabric.setup_optimizers(optimizer)"),
+    "set-up is done": ("train.py", "    metrics = build_metrics(config, train_set).to(fabric.device)\n"),
+    "state": ("train.py", '        "step": 0,\n'),
+    "state is there": (
+        "train.py",
+        "    run.restore(state, plan)\n",
+    ),
+    "loop begins": (
+        "train.py",
+        '    batches = train_loader.epochs_from(state["step"])\n',
+    ),
+    "learning rate": ("train.py", "        lr = learning_rate(config, plan, step)\n"),
+    "set lr": ("train.py", 'set_lr(group, lr * group.get("lr_factor", 1.0))'),
+    "backward": ("train.py", 'fabric.backward(values["loss"] / plan.grad_accum_steps)'),
+    "micro-batch is done": ("train.py", "                means.add(values)\n"),
+    "optimizer steps": ("train.py", "        optimizer.step()\n"),
+    "step is done": ("train.py", '        state["step"] = step\n'),
+    "run is finished": ("train.py", '    return run.finish("model")\n'),
+    # ---- data.py
+    "build_datasets": ("data.py", "def build_datasets("),
+    "digits": ("data.py", "    from sklearn.datasets import load_digits\n"),
+    "target tensor line": ("data.py", "    targets = torch.tensor(targets, dtype=torch.int64)\n"),
+    "target tensor": ("data.py", "torch.tensor(targets,"),
+    "split": ("data.py", "    train, val, test = np.split("),
+    "statistics": ("data.py", "    std, mean = torch.std_mean(images[train])\n"),
+    "training images": ("data.py", "ImageDataset(images[train]"),
+    "shift": ("data.py", "shift=1 if augment else 0"),
+    "validation images": ("data.py", "ImageDataset(images[val]"),
+    "grey values": ("data.py", "images / 16"),
+    "permutation": ("data.py", "np.random.default_rng(0)"),
+    "num_classes": ("data.py", "self.num_classes = num_classes"),
+    "length method": ("data.py", "    def __len__(self) -> int:\n"),
+    "length": ("data.py", "return len(self.targets)"),
+    "fetch": ("data.py", "        index = torch.as_tensor(indices)\n"),
+    "order": ("runtime/loader.py", "{self.seed} {epoch}"),
+    "to device": ("runtime/loader.py", "map(self.fabric.to_device, super().__iter__())"),
+    # ---- config.py, model.py
+    "dropout option": (
+        "config.py",
+        "    dropout: float = 0.25  # Probability of dropping a feature before the last layer\n",
+    ),
+    "options": ("config.py", '    dataset: Literal["digits"]'),
+    "layers": ("model.py", "        self.layers = nn.Sequential(\n"),
+    "first layer": ("model.py", "nn.Conv2d(channels, width, 3, padding=1),\n"),
+    "last layer": ("model.py", "nn.Linear(2 * width"),
+    "forward": ("model.py", "        return self.layers(images)\n"),
+    # ---- what only tests of the template edit
+    "Fabric": ("runtime/launch.py", "        fabric = Fabric(**options)\n"),
+    "next batch": ("runtime/meters.py", "        batch = next(batches)\n"),
+    "progress line": ("runtime/loggers.py", "self.printed + 30"),
+    "format": ("runtime/checkpoints.py", "FORMAT = 4"),
+    "checkpoint is chosen": ("runtime/checkpoints.py", "    damaged = []\n"),
+    "checkpoint is written": ("runtime/rundir.py", "        checkpoints.save(self.path, contents, step, "),
+    "run ends": (
+        "runtime/rundir.py",
+        '        if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):\n',
+    ),
+    "final weights": ("runtime/rundir.py", "            checkpoints.write(checkpoints.load(last)[name], file)\n"),
+}
+
+
+def copy_programs(folder: Path) -> Path:
+    """Copies the programs into a folder, those that are not there yet."""
+    (folder / "runtime").mkdir(parents=True, exist_ok=True)
+    for path in [*REPO.glob("*.py"), *REPO.glob("runtime/*.py")]:
+        copy = folder / path.relative_to(REPO)
+        if not copy.exists():
+            shutil.copy(path, copy)
+    return folder
+
+
+def apply(patch: str, folder: Path) -> Path:
+    """Applies the text of a patch to the programs in `folder`."""
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
+    subprocess.run(["git", "apply"], input=patch, text=True, cwd=folder, env=outside, check=True)
+    return folder
+
+
+def replace(program: Path, point: str, text: str) -> Path:
+    """Puts a text in place of the one at an edit point, in a copy of the programs, which is made if it is not there."""
+    name, old = POINTS[point]
+    path = copy_programs(program) / name
+    content = path.read_text()
+    assert content.count(old) == 1, f"{point}: {name} has this {content.count(old)} times: {old}"
+    path.write_text(content.replace(old, text))
+    return program
+
+
+def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
+    """Puts texts in place of others in a file of a program."""
+    path = copy_programs(program) / name
+    text = path.read_text()
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return program
+
+
+def insert_before(program: Path, point: str, code: str) -> Path:
+    """Puts lines of code before those at an edit point, as deep as these are."""
+    return replace(program, point, indented(code, point) + POINTS[point][1])
+
+
+def insert_after(program: Path, point: str, code: str) -> Path:
+    """Puts lines of code after the one at an edit point, as deep as that is."""
+    return replace(program, point, POINTS[point][1] + indented(code, point))
+
+
+def indented(code: str, point: str) -> str:
+    text = POINTS[point][1]
+    margin = text[: len(text) - len(text.lstrip())]
+    return textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", margin)

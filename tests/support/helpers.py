@@ -1,0 +1,451 @@
+"""The tests run the real scripts: in processes of their own, or in that of pytest. What they share is here."""
+
+import csv
+import gc
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import zygote
+from edits import apply, copy_programs
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPES = REPO / "recipes"
+
+zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
+# One thread, here and in the processes that are started: sums in the same order, equal in every bit.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONUNBUFFERED", None)  # print would write the parts of a line apart: those of two ranks mix
+
+# Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
+SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
+
+# 10 epochs of 8 steps, saved every fourth step, validated and logged once an epoch, four micro-batches a step. The
+# constant schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
+# was long from the start.
+EVERY_FOURTH_STEP = "--checkpoint_frequency 0.5"
+LONG = (
+    "train.py --accelerator cpu --epochs 10 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
+    f"--width 4 --micro_batch_size 16 --lr_schedule constant {EVERY_FOURTH_STEP} --logger_name csv"
+)
+STEPS = 80  # of LONG
+SLOW = LONG.replace("--epochs 10", "--epochs 3000")  # never ends by itself
+# A new run with two checkpoints: the first is the best, the second is not, and the first goes.
+TWO_SAVES = (
+    f"train.py {SMALL} --max_steps 4 --checkpoint_interval 2 --val_interval 2 --log_interval 1 --num_checkpoint_keep 1 "
+    "--monitor train/grad_norm --monitor_mode max --logger_name csv"
+)
+ON_2 = "--devices 2 --strategy ddp"
+PREEMPTED = 75
+MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
+MEASURED_TOKENS = ("tokens_per_second", "mfu")  # likewise, of recipes/kinds/language_model.patch
+# --standalone: on a free port, with each version of torch; other tests start torchrun at the same time.
+TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """What a test leaves in the environment, as Fabric leaves its seed, goes. It would be in that of all later
+    processes, and zygote.py starts a process as a fork only in the environment that the first one had."""
+    before = set(os.environ)
+    yield
+    for name in os.environ.keys() - before:
+        del os.environ[name]
+
+
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
+
+
+def start(command: str, cwd: Path, repo: Path = REPO, stdout: int = subprocess.PIPE, **env: str) -> subprocess.Popen:
+    """Starts `train.py ...`, `test.py ...` or a script of recipes/ in `cwd`, as the leader of a process group."""
+    script, _, options = command.partition(" ")
+    interpreter = "bash" if script.endswith(".sh") else sys.executable
+    return zygote.popen(
+        [interpreter, str(repo / script), *options.split()],
+        cwd=cwd,
+        env=clean_environment() | env,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess:
+    """Runs it to its end and checks the exit code."""
+    process = start(command, cwd, **env)
+    try:
+        out, err = process.communicate(timeout=600)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, f"{command}\nexit code {process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_forked_sweep(words: str, cwd: Path, code: int = 0, program: Path = REPO) -> subprocess.CompletedProcess:
+    """Runs recipes/sweep.py, whose runs are forks: for a sweep that is left alone."""
+    return run(f"tests/support/forked_sweep.py {program} {words}", cwd, code, ZYGOTE_CHANNEL="")
+
+
+def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
+    """As `run`, but in this process, which has imported torch: that takes a process of its own 3 seconds. The programs
+    themselves are imported anew. For runs of one process that get no signal."""
+    script, _, options = command.partition(" ")
+    path, out, err = REPO / script, io.StringIO(), io.StringIO()
+    programs = {file.stem for folder in (REPO, path.parent) for file in folder.glob("*.py")} | {"runtime"}
+    modules = taken(programs)
+    environment = dict(os.environ)
+    try:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            for name in os.environ.keys() - clean_environment().keys():
+                del os.environ[name]
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", [str(path), *options.split()])
+            patch.syspath_prepend(path.parent)
+            patch.setattr(sys, "dont_write_bytecode", True)  # a program that is edited within a second is read again
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(path), run_name="__main__")
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        taken(programs)
+        sys.modules.update(modules)
+        torch.set_flush_denormal(False)
+        gc.enable()
+        gc.unfreeze()
+    found = ended.value.code or 0
+    assert found == code, f"{command}\nexit code {found}\n{out.getvalue()}\n{err.getvalue()}"
+    return subprocess.CompletedProcess(command, found, out.getvalue(), err.getvalue())
+
+
+def taken(programs: set[str]) -> dict:
+    """Takes these modules, and those within them, out of the list of what was imported."""
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in programs}
+
+
+def run_dir(cwd: Path, name: str = "train_out") -> Path:
+    """The one run directory of that name."""
+    (found,) = [path for path in cwd.iterdir() if path.name.endswith(f"-{name}")]
+    return found
+
+
+def wait_for(condition, seconds: float = 300):
+    """Waits until condition() is true, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def interrupt(command: str, cwd: Path, stop, after: int = 16) -> subprocess.CompletedProcess:
+    """Starts the command and calls stop(process) once a checkpoint of the middle of an epoch is there."""
+    process = start(command, cwd)
+    try:
+        wait_for(lambda: process.poll() is not None or (newest(cwd) > after and newest(cwd) % 8 in (2, 4)))
+        assert process.poll() is None, process.communicate()
+        stop(process)
+        out, err = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            kill_group(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def terminate(process: subprocess.Popen) -> None:
+    process.terminate()
+
+
+def terminate_group(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def terminate_rank_1(process: subprocess.Popen) -> None:
+    os.kill(children(process.pid)[0], signal.SIGTERM)
+
+
+def newest(cwd: Path) -> int:
+    """The step of the newest checkpoint, 0 if there is none."""
+    return max((int(path.stem[5:]) for path in cwd.glob("*/checkpoints/step-*.ckpt")), default=0)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    return [pid, *(found for child in children(pid) for found in descendants(child))]
+
+
+def started(cwd: Path, options: str = "", **more) -> tuple[subprocess.Popen, list[int]]:
+    """A run that has begun to save, and the numbers of its processes, the first rank first."""
+    process = start(f"{SLOW} {options}", cwd, **more)
+    wait_for(lambda: process.poll() is not None or newest(cwd) > 16)
+    assert process.poll() is None, process.communicate()
+    return process, descendants(process.pid)
+
+
+def end_of(process: subprocess.Popen, pids: list[int]) -> list[str]:
+    """Waits until all processes are gone, and returns the lines on stderr. What is left is killed."""
+    try:
+        error = process.communicate(timeout=300)[1]
+        wait_for(lambda: not any(map(is_running, pids)))
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+    return error.strip().splitlines()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def is_lost(line: str, timeout: int) -> bool:
+    """Whether it is all that a rank has to say when the connection to another one is lost."""
+    words = f"another process has ended, or did not answer for --timeout {timeout} seconds: see its message"
+    more = "; the checkpoints are whole, continue with: python train.py --resume .+"
+    return bool(re.fullmatch(rf"train.py: error: rank \d: {words} \(.+?\)({more})?", line))
+
+
+def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Popen]:
+    """Two nodes with a process each, which nothing but the command has launched: they must notice each other's end."""
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env)
+        for rank, command in enumerate(commands)
+    ]
+
+
+def assert_told_by_ranks(error: str, words: str, program: str = "train.py") -> None:
+    """Two ranks have found the same, and each says it in a line. Rank 1 may end with rank 0 before it has done so."""
+    of_rank_0, of_rank_1 = (f"{program}: error: rank {rank}: {words}" for rank in (0, 1))
+    assert of_rank_0 in error.splitlines()
+    assert {*error.splitlines()} <= {of_rank_0, of_rank_1}
+
+
+def assert_whole_checkpoints(cwd: Path) -> None:
+    assert [torch.load(path, weights_only=True) for path in cwd.glob("*/checkpoints/*.ckpt")]
+
+
+def assert_stopped_and_saved(done: subprocess.CompletedProcess, cwd: Path) -> None:
+    """The run says that it was stopped, after which step, and how to go on; and has a checkpoint of that step."""
+    assert done.returncode == PREEMPTED, done.stderr
+    step = int(re.search(r"stopped after (\d+) of", done.stdout)[1])
+    assert step == newest(cwd) < STEPS
+    assert f"--resume {run_dir(cwd).name}" in done.stdout
+    assert not (run_dir(cwd) / "model.pt").exists()
+    assert "Traceback" not in done.stderr
+
+
+def how_to_go_on(cwd: Path) -> str:
+    """What a run says at its end if it is not finished."""
+    return f"the checkpoints are whole, continue with: python train.py --resume {run_dir(cwd).name}"
+
+
+def weights(cwd: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run_dir(cwd) / "model.pt", weights_only=True)
+
+
+def last_summary(cwd: Path) -> dict:
+    return json.loads((run_dir(cwd) / "summary.json").read_text())
+
+
+def set_running(folder: Path) -> None:
+    """Makes a finished run as a kill before its last change of a file leaves it."""
+    path = folder / "summary.json"
+    assert '"state": "finished"' in path.read_text()
+    path.write_text(path.read_text().replace('"state": "finished"', '"state": "running"'))
+
+
+def history(cwd: Path) -> list[dict]:
+    """The rows of metrics.csv without what is measured of the process."""
+    with open(run_dir(cwd) / "logs" / "csv" / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k not in MEASURED + MEASURED_TOKENS} for row in csv.DictReader(file)]
+
+
+def assert_same_run(cwd: Path, other: Path) -> None:
+    """Weights equal in every bit, and logs in every digit."""
+    torch.testing.assert_close(weights(cwd), weights(other), atol=0, rtol=0)
+    assert history(cwd) == history(other)
+
+
+def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path, Path]:
+    """Runs the command to its end in one folder; in another it is killed in mid-epoch, and resumed, by `resume` if that
+    is given. Checks that the runs are the same, and returns the folders: left alone, killed."""
+    how = run if ON_2 in command else call
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    how(command, whole)
+    assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
+    again = f"{command.partition(' ')[0]} --resume auto"
+    if ON_2 in command:
+        again += f" {ON_2}"  # as in config.yaml; by these words zygote.py forks the ranks
+    (resume or how)(again, killed)
+    assert_same_run(killed, whole)
+    return whole, killed
+
+
+def on_one_and_two(command: str, tmp_path: Path) -> tuple[Path, Path]:
+    """Runs the command with one process and with two, each in a folder; returns the folders."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    call(command, one)
+    run(f"{command} {ON_2}", two)
+    return one, two
+
+
+def save_as_of(device: str, folder: Path) -> None:
+    """Makes the checkpoints of a run those that another machine has saved on this device."""
+    for path in folder.glob("checkpoints/*.ckpt"):
+        saved = torch.load(path, map_location="cpu", weights_only=True)  # two names may be of one file
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage: device)
+            torch.save(saved, path)
+
+
+def assert_same_best(cwd: Path, other: Path) -> None:
+    """best.ckpt is of the same step, with the same weights."""
+    ours, theirs = (torch.load(run_dir(path) / "checkpoints" / "best.ckpt", weights_only=True) for path in (cwd, other))
+    assert ours["step"] == theirs["step"]
+    torch.testing.assert_close(ours["model"], theirs["model"], atol=0, rtol=0)
+
+
+def assert_same_training(cwd: Path, other: Path) -> None:
+    """Weights that agree up to the rounding of a sum, and each step once in the logs."""
+    torch.testing.assert_close(weights(cwd), weights(other), atol=1e-5, rtol=0)
+    assert [row["step"] for row in history(cwd)] == [row["step"] for row in history(other)]
+
+
+def snapshot(cwd: Path) -> dict:
+    """Contents and times of all files."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cwd.rglob("*") if path.is_file()}
+
+
+def without_locks(cwd: Path) -> dict:
+    """The same without the files that say which process has a run: to ask for a lock changes its time."""
+    return {path: content for path, content in snapshot(cwd).items() if path.name != ".lock"}
+
+
+def copied(cwd: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(cwd, tmp_path / "copy"))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def diffs(page: str) -> list[str]:
+    """The diffs of a page of the documentation."""
+    return re.findall(r"^```diff\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def edited(diff: str, folder: Path) -> Path:
+    """A copy of the programs in `folder`, with the diff applied."""
+    return apply(diff, copy_programs(folder))
+
+
+def patch_of(name: str) -> Path:
+    (path,) = RECIPES.glob(f"*/{name}.patch")
+    return path
+
+
+def with_patch(patch: Path, folder: Path) -> Path:
+    """A copy of the programs in `folder`, with the patch applied."""
+    return edited(patch.read_text(), folder)
+
+
+def with_recipe(name: str, folder: Path) -> Path:
+    return with_patch(patch_of(name), folder)
+
+
+def imported(program: Path, name: str) -> ModuleType:
+    """A module of a program that imports no other of it."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_recipe", program / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
+    """train.py of a program, and what it imports, in place of those of the repository."""
+    patch.syspath_prepend(program)
+    for name in ("train", "config", "model", "data"):
+        patch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("train")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Where a test puts its copy of the programs."""
+    return tmp_path / "program"
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    """An empty folder beside the program."""
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Where a run was never interrupted. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("whole")
+    call(LONG, cwd)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory) -> Path:
+    """Where a run of TWO_SAVES was never interrupted. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("two_saves")
+    call(TWO_SAVES, cwd)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """Where a run was killed in the middle of an epoch. To be copied."""
+    cwd = tmp_path_factory.mktemp("killed")
+    assert interrupt(LONG, cwd, kill_group).returncode == -signal.SIGKILL
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The directory of a small finished run, to be read, not changed."""
+    cwd = tmp_path_factory.mktemp("finished")
+    call(f"train.py {SMALL}", cwd)
+    return run_dir(cwd)
