@@ -123,31 +123,28 @@ class SeededBatches(Dataset):
         return self.collate([self.dataset[index] for index in indices.tolist()])
 
 
-def checksum(value: Any, before: int = 0) -> int:
-    """The checksum of a value, which may be nested, continued from what came before it. It is the same in all processes
-    for equal tensors, arrays, numbers and texts, in lists, tuples, dicts and sets. Raises TypeError for other objects.
-    """
-    kind = type(value).__name__
+def text_of(value: Any) -> str:
+    """A text that is the same in all processes for equal tensors, arrays, numbers and strings, also in lists, tuples,
+    dicts and sets. Raises TypeError for other objects."""
     if isinstance(value, Tensor):
-        kind = f"{value.dtype} {tuple(value.shape)}"
-        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        kind = f"{value.dtype} {value.shape}"
-        content = value.tobytes()
-    elif isinstance(value, dict):
-        return checksum(sorted(value.items(), key=lambda item: str(item[0])), zlib.crc32(kind.encode(), before))
-    elif isinstance(value, (set, frozenset)):
-        return checksum(sorted(checksum(item) for item in value), zlib.crc32(kind.encode(), before))
-    elif isinstance(value, (list, tuple)):
-        found = zlib.crc32(f"{kind} {len(value)}".encode(), before)
-        for item in value:
-            found = checksum(item, found)
-        return found
-    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        content = repr(value).encode(errors="surrogatepass")
-    else:
-        raise TypeError(f"{kind} has no checksum")
-    return zlib.crc32(content, zlib.crc32(kind.encode(), before))
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.tobytes())}"
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {zlib.crc32(value.tobytes())}"
+    if isinstance(value, dict):
+        return str(sorted(text_of(item) for item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return str(sorted(text_of(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return str([text_of(item) for item in value])
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    raise TypeError(f"{type(value).__name__} has no checksum")
+
+
+def checksum(value: Any) -> int:
+    """The checksum of a value, by its content alone. Raises TypeError where text_of does."""
+    return zlib.crc32(text_of(value).encode(errors="surrogatepass"))
 
 
 def fingerprint(dataset: Any) -> int | None:
@@ -155,14 +152,12 @@ def fingerprint(dataset: Any) -> int | None:
     have changed in content, labels or augmentation. None if that cannot be told: a sample cannot be fetched alone, or
     has no checksum, or the dataset has an `order` of its own, on which its samples may depend, or an attribute
     `fingerprint` that is None."""
-    if len(dataset) == 0 or hasattr(dataset, "order") or getattr(dataset, "fingerprint", "") is None:
+    if hasattr(dataset, "order") or getattr(dataset, "fingerprint", "") is None:
         return None
-    found = 0
+    samples = SeededBatches(copy(dataset), 0)  # a copy: what a dataset opens when it is used stays closed in it
     with suppress(Exception):  # whatever a dataset raises, the first validation or step raises again
-        samples = SeededBatches(copy(dataset), 0)  # a copy: what a dataset opens when it is used stays closed in it
-        for index in np.linspace(0, len(dataset) - 1, 8, dtype=int):
-            found = checksum(samples[int(index), np.array([index])], found)
-        return found
+        numbers = np.linspace(0, len(dataset) - 1, 8, dtype=int)
+        return checksum([samples[int(number), np.array([number])] for number in numbers])
     return None
 
 

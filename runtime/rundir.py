@@ -152,10 +152,12 @@ class RunDir:
         parts = {"training": datasets["train"], "validation": datasets["val"]}
         self.fixed = {f"--{name}": value for name, value in fixed_options(self.config).items()}
         self.fixed |= {f"the number of {part} samples": len(dataset) for part, dataset in parts.items()}
-        self.fingerprints = {f"the {part} samples": fingerprint(dataset) for part, dataset in parts.items()}
-        check_ranks(self.config, self.fixed | self.fingerprints)
+        self.fingerprints = {part: fingerprint(dataset) for part, dataset in parts.items() if len(dataset)}
+        checksums = {f"checksum of {part} samples": found for part, found in self.fingerprints.items()}
+        check_ranks(self.config, self.fixed | checksums)
         if self.saved:
             self.compare(self.saved["checkpoint"])
+        self.must_stop = StopSignals(self.config.timeout, self.resources).must_stop  # all ranks call it once per step
         return datasets
 
     def compare(self, about: dict):
@@ -166,10 +168,10 @@ class RunDir:
                 raise ConfigError(
                     f"--resume: {name} is {value}, but was {then} in {self.origin}: a resume cannot change it"
                 )
-        for name, now in self.fingerprints.items():
-            then = about["fingerprints"][name]
+        for part, now in self.fingerprints.items():
+            then = about["fingerprints"][part]
             if None not in (now, then) and now != then:
-                self.changes.append(f"{name} have changed: their content, labels or augmentation")
+                self.changes.append(f"the {part} samples have changed: their content, labels or augmentation")
 
     def on_rank_zero(self, function: Callable, *args) -> Any:
         """Calls the function on rank 0 alone; all ranks return its result. They wait as long as rank 0 lives."""
@@ -203,7 +205,6 @@ class RunDir:
             RunError: The state could be saved, but not restored; or the run is to become longer without a checkpoint.
         """
         self.plan = plan
-        self.must_stop = StopSignals(self.config.timeout, self.resources).must_stop  # all ranks call it once per step
         # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
         self.logs = self.resources.enter_context(ExitStack())
         checkpoints.check_state(state)
@@ -233,7 +234,12 @@ class RunDir:
         except (RuntimeError, ValueError) as error:  # the state has changed
             raise ConfigError(f"--resume {self.origin}: {error}") from error
         self.saved = {}  # closes the file
-        self.state["micro_batch_size"] = self.plan.micro_batch_size
+        size = self.plan.micro_batch_size
+        if size != self.micro_batch_size:
+            self.state["micro_batch_size"] = size
+            self.changes.append(
+                f"micro_batch_size {size} instead of {self.micro_batch_size}: dropout and augmentation differ"
+            )
         self.changes += [f"state[{name!r}] is not in the checkpoint, and new" for name in new]
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
@@ -266,7 +272,6 @@ class RunDir:
         frozen = [name.removeprefix("_orig_mod.") for name, part in model.module.named_modules() if not part.training]
         layers = model.module if config.summary else "model"
         micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
-        saved = self.micro_batch_size
         rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
         epochs = plan.total_steps / plan.steps_per_epoch
         lines = [
@@ -277,16 +282,12 @@ class RunDir:
             f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}",
             f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps",
         ]
-        if saved not in (0, plan.micro_batch_size):
-            lines.append(
-                f"micro_batch_size {plan.micro_batch_size} instead of {saved}: dropout and augmentation differ"
-            )
         if frozen:
             more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
             lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{more}")
-        for name, checksum in self.fingerprints.items():
-            if checksum is None:
-                lines.append(f"{name} have no fingerprint: a resume does not notice that they have changed")
+        for part, found in self.fingerprints.items():
+            if found is None:
+                lines.append(f"the {part} samples have no fingerprint: a resume cannot tell if they have changed")
         for line in lines:
             self.console.print(line)
 
@@ -305,7 +306,8 @@ class RunDir:
             dist.all_reduce(loss)
         if not math.isfinite(loss):
             raise RunError(f"compute_loss: `loss` is {loss} in the first step")
-        names = [f"train/{name}" for name in values] + [f"val/{name}" for name in scalars_of(sanity_results)]
+        names = [f"train/{name}" for name in (*values, "grad_norm")]
+        names += [f"val/{name}" for name in scalars_of(sanity_results)]
         if self.config.monitor not in names:
             hint = "" if sanity_results else "; val/ needs validation samples"
             raise ConfigError(f"--monitor {self.config.monitor}: choose from {', '.join(names)}{hint}")
