@@ -114,8 +114,15 @@ class CSVLogger:
     def __init__(self, run_dir: Path, last_step: int):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
-        rows = self.read() if self.path.exists() else []
-        self.write([row for row in rows if int(row["step"]) <= last_step])
+        rows: list = []
+        if self.path.exists():
+            try:
+                rows = [row for row in self.read() if int(row["step"]) <= last_step]
+            except (KeyError, ValueError, csv.Error) as error:  # somebody has changed it
+                copy = self.path.with_name(time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
+                self.path.rename(copy)
+                say(f"{self.path} cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
+        self.write(rows)
 
     def read(self) -> list[dict]:
         """The rows of the file, without one that a kill has cut."""
@@ -143,7 +150,8 @@ class CSVLogger:
             csv.DictWriter(file, self.columns).writerow(row)
 
     def save(self):
-        sync(self.path)
+        if self.path.exists():  # otherwise somebody has deleted it
+            sync(self.path)
 
     def finalize(self, status: str):
         """Nothing is left to close."""
