@@ -16,6 +16,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric import Fabric
+from torch import nn
 from tqdm import tqdm
 
 from runtime.cli import say
@@ -30,6 +33,41 @@ def scalars_of(row: dict) -> dict:
 
 
 # ---- console
+
+
+def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, parameters: int) -> list[str]:
+    """The lines that say what will happen.
+
+    Args:
+        fabric: Fabric, launched.
+        config: The options.
+        plan: The Plan of the run.
+        model: The model, without the wrappers of Fabric and DDP.
+        parameters: The number of parameters.
+    """
+    device = fabric.device.type
+    precision = config.precision
+    if device == "cuda":
+        device = torch.cuda.get_device_name(fabric.device)
+        if torch.get_float32_matmul_precision() == "high" and torch.cuda.is_tf32_supported():
+            precision += ", float32 products in TF32"
+    layers = model if config.summary else "model"
+    micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
+    rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
+    epochs = plan.total_steps / plan.steps_per_epoch
+    lines = [
+        f"{plan.world_size} x {device}, precision {precision}",
+        f"{layers}, {parameters:,} parameters",
+        f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples",
+        f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}",
+        f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}",
+        f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps",
+    ]
+    frozen = [name.removeprefix("_orig_mod.") for name, part in model.named_modules() if not part.training]
+    if frozen:
+        more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+        lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{more}")
+    return lines
 
 
 def format_row(names, values) -> str:

@@ -45,7 +45,7 @@ from runtime.launch import (
     launch,
 )
 from runtime.loader import fingerprint
-from runtime.loggers import Console, open_loggers, scalars_of
+from runtime.loggers import Console, header, open_loggers, scalars_of
 from runtime.meters import parameters_of
 from runtime.options import fixed_options
 
@@ -257,39 +257,17 @@ class RunDir:
 
     def header(self, model: Any):
         """Opens the console, and prints what will happen. Raises RunError if the model was built in evaluation mode."""
+        if not model.module.training:
+            raise RunError("build_model: the model is in evaluation mode: return model.train()")
         fabric = self.fabric
         config = self.config
         plan = self.plan
-        if not model.module.training:
-            raise RunError("build_model: the model is in evaluation mode: return model.train()")
         self.console = Console(fabric.is_global_zero, self.state["step"], plan.total_steps, config.monitor, self.logs)
-        device = fabric.device.type
-        precision = config.precision
-        if device == "cuda":
-            device = torch.cuda.get_device_name(fabric.device)
-            if torch.get_float32_matmul_precision() == "high" and torch.cuda.is_tf32_supported():
-                precision += ", float32 products in TF32"
-        frozen = [name.removeprefix("_orig_mod.") for name, part in model.module.named_modules() if not part.training]
-        layers = model.module if config.summary else "model"
-        micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
-        rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
-        epochs = plan.total_steps / plan.steps_per_epoch
-        lines = [
-            f"{plan.world_size} x {device}, precision {precision}",
-            f"{layers}, {self.summary['parameters']:,} parameters",
-            f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples",
-            f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}",
-            f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}",
-            f"{plan.total_steps} steps = {epochs:g} epochs x {plan.steps_per_epoch} steps",
-        ]
-        if frozen:
-            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
-            lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{more}")
+        for line in header(fabric, config, plan, model.module, self.summary["parameters"]):
+            self.console.print(line)
         for part, found in self.fingerprints.items():
             if found is None:
-                lines.append(f"the {part} samples have no fingerprint: a resume cannot tell if they have changed")
-        for line in lines:
-            self.console.print(line)
+                self.console.print(f"the {part} samples have no fingerprint: a resume cannot tell if they have changed")
 
     # ---- in the first step of a process
 
@@ -587,22 +565,21 @@ def rehearse(fabric: Fabric, start: Callable, config, resources: ExitStack) -> i
     config = replace(
         config,
         out_dir=f"{fabric.broadcast(folder)}/run",  # absolute; an option may name a run in root_dir
-        max_steps=half,
         early_stopping_patience=0,
         limit_train_batches=half,  # so there are two epochs: what happens between them is tried, too
         limit_val_batches=config.limit_val_batches and config.fast_run,
         logger_name=tuple(name for name in config.logger_name if name in ("csv", "tensorboard")) or ("csv",),
     )
-    with ExitStack() as first:
-        code = start(config, first)
-    if code:
-        end_rehearsal()
-    gc.collect()  # the model of the first half
-    run_dir = newest_run(config.out_dir, config.root_dir)
-    with ExitStack() as second:
-        code = start(replace(config, max_steps=config.fast_run, resume=str(run_dir)), second)
+    run_dir = None
+    for max_steps in (half, config.fast_run):
+        with ExitStack() as of_half:
+            code = start(replace(config, max_steps=max_steps, resume=run_dir), of_half)
+        if code:  # a signal has stopped it
+            end_rehearsal()
+        gc.collect()  # its model
+        run_dir = str(newest_run(config.out_dir, config.root_dir))
     say("--fast_run: a run and its resume went well, and leave nothing behind")
-    return code
+    return 0
 
 
 def end_rehearsal(*signal):
