@@ -109,9 +109,9 @@ class Checkpoints:
     checkpoint_frequency: float = 1.0  # Epochs between two checkpoints; 0: only the last, and no best.ckpt
     checkpoint_interval: int = 0  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int = 3  # Number of newest checkpoints to keep, besides best.ckpt; 0 keeps all
-    # The value that decides which checkpoint is best, given together with monitor_mode; None: val/accuracy
+    # The value that decides which checkpoint is best, given together with monitor_mode; None: see set_defaults
     monitor: str = field(default=NOT_GIVEN, metavar="NAME")
-    # Whether the maximum or the minimum of `monitor` is best; None: max
+    # Whether the maximum or the minimum of `monitor` is best; None: see set_defaults
     monitor_mode: Literal["max", "min"] = NOT_GIVEN
 
 
