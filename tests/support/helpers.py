@@ -295,6 +295,15 @@ def history(cwd: Path) -> list[dict]:
         return [{k: v for k, v in row.items() if k not in MEASURED + MEASURED_TOKENS} for row in csv.DictReader(file)]
 
 
+def read_tensorboard(folder: Path):
+    """What TensorBoard reads of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    board.Reload()
+    return board
+
+
 def assert_same_run(cwd: Path, other: Path) -> None:
     """Weights equal in every bit, and logs in every digit."""
     torch.testing.assert_close(weights(cwd), weights(other), atol=0, rtol=0)
