@@ -219,10 +219,16 @@ class RunDir:
         self.modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
         parameters = [parameter.numel() for module in self.modules.values() for parameter in module.parameters()]
         self.summary: dict = {"parameters": sum(parameters), "last": {}}
-        if self.saved:
+        summary = self.on_rank_zero(read_summary, self.path) if self.path else {}
+        is_finished = summary.get("state") == "finished"
+        if is_finished and plan.is_finished(summary["step"], summary["bad_validations"]):
+            for name in state.keys() & summary.keys():  # no step is left; its checkpoints may have been deleted
+                state[name] = summary[name]
+        elif self.saved:
             self.restore_saved()
-        elif self.path:
-            self.restore_finished()
+        elif is_finished:
+            raise RunError(f"{self.path} is finished, and has no checkpoint left from which it could become longer")
+        self.saved = {}  # closes the file
 
     def restore_saved(self):
         """Restores the state from the checkpoint."""
@@ -233,7 +239,6 @@ class RunDir:
             raise
         except (RuntimeError, ValueError) as error:  # the state has changed
             raise ConfigError(f"--resume {self.origin}: {error}") from error
-        self.saved = {}  # closes the file
         size = self.plan.micro_batch_size
         if size != self.micro_batch_size:
             self.state["micro_batch_size"] = size
@@ -243,17 +248,6 @@ class RunDir:
         self.changes += [f"state[{name!r}] is not in the checkpoint, and new" for name in new]
         self.summary |= about["summary"] | {"checkpoint": about["step"]}
         self.began -= self.summary["seconds"]
-
-    def restore_finished(self):
-        """Of a finished run whose checkpoints were deleted, takes what summary.json has of the state: that no step is
-        left."""
-        summary = self.on_rank_zero(read_summary, self.path)
-        if summary.get("state") != "finished":  # it was killed before its first checkpoint, and begins again
-            return
-        for name in self.state.keys() & summary.keys():
-            self.state[name] = summary[name]
-        if not self.plan.is_finished(self.state["step"], self.state["bad_validations"]):
-            raise RunError(f"{self.path} is finished, and has no checkpoint left from which it could become longer")
 
     def header(self, model: Any):
         """Opens the console, and prints what will happen. Raises RunError if the model was built in evaluation mode."""
