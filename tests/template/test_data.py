@@ -6,6 +6,7 @@ import textwrap
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_a_loader_gives_the_batches_from_any_step_on_without_end(first: int, num
         sampler = TrainSampler(plan_of(40, 20, 5), range(40), 0, 42)
         config = TrainConfig(num_workers=num_workers)
         loader = Loader(FABRIC, Pairs(), sampler, config, resources)
-        found = [targets.tolist() for _, targets in islice(loader.batches_from(first), 4 * (8 - first))]
+        found = [targets.tolist() for _, targets in islice(loader.epochs_from(first), 4 * (8 - first))]
         expected = []
         for sampler.step in range(0, 8, 2):
             expected += [indices.tolist() for _, indices in sampler]
@@ -137,13 +138,19 @@ def test_a_dataset_with_too_few_samples_for_an_epoch_is_refused():
 # ---- the order of an evaluation
 
 
+def batches_of(samples: int, batch_size: int, rank: int, world_size: int) -> list[list[int]]:
+    """The batches of a rank in an evaluation. Each has the number of its first sample."""
+    batches = eval_batches(samples, batch_size, SimpleNamespace(global_rank=rank, world_size=world_size))
+    assert all(number == indices[0] for number, indices in batches)
+    return [indices.tolist() for _, indices in batches]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 16, 100, 100_000])
 def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
     """All ranks have equally many batches, none of them empty or padded."""
     for samples in (*range(world_size, 50), 103, 1000):
-        ranks = [[indices.tolist() for _, indices in keys] for keys in eval_batches(samples, 1, world_size, batch_size)]
-        assert len(ranks) == world_size
+        ranks = [batches_of(samples, batch_size, rank, world_size) for rank in range(world_size)]
         assert len({len(batches) for batches in ranks}) == 1
         sizes = [len(batch) for batches in ranks for batch in batches]
         assert 0 < min(sizes) <= max(sizes) <= max(batch_size, 2), f"{samples} samples"
@@ -152,7 +159,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
 
 def test_fewer_samples_than_processes_are_refused():
     with pytest.raises(ValueError, match="2 samples are too few to evaluate on 3 processes"):
-        eval_batches(2, 4, 3)
+        batches_of(2, 4, 0, 3)
 
 
 # ---- the datasets of the template
@@ -351,7 +358,7 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
         loader = Loader(FABRIC, dataset, TrainSampler(plan_of(40, 20, 5), range(40), 0, 42), config, resources)
         found = {}
         for images, targets in loader:
-            other = Loader(FABRIC, dataset, eval_batches(40, 4, 1)[0], config, resources)
+            other = Loader(FABRIC, dataset, eval_batches(40, 4, FABRIC), config, resources)
             assert sum(len(targets) for _, targets in other) == 40
             found |= {(0, int(t)): x.tolist() for x, t in zip(images, targets, strict=True)}
     assert found == expected
@@ -388,7 +395,7 @@ def test_batches_are_what_the_dataset_gives():
 def test_loading_leaves_the_global_generator_alone():
     """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
     with ExitStack() as resources:
-        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, 1, 5)[0], TrainConfig(num_workers=1), resources)
+        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, FABRIC), TrainConfig(num_workers=1), resources)
         torch.manual_seed(0)
         before = torch.get_rng_state()
         assert len(list(loader)) == 8

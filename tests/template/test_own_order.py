@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edits import insert_before
+from edits import insert_before, with_text
 from helpers import LONG, assert_same_run, assert_same_training, call, killed_and_resumed, on_one_and_two
 
 import utils
@@ -15,7 +15,7 @@ from runtime.loader import TrainSampler
 
 # The sixteen first samples, then others with replacement: some come several times, most do not come.
 ORDER = """
-class Ordered(Subset):
+class Ordered(torch.utils.data.Subset):
     num_classes = 10
 
     def order(self, epoch, generator):
@@ -24,17 +24,12 @@ class Ordered(Subset):
 
 
 """
-WRAP = "ImageDataset(images[train]"
+TRAIN = "ImageDataset(images[train], targets[train], num_classes=10, shift=1 if augment else 0)"
 
 
 def edit(program: Path, order: str = ORDER) -> Path:
     insert_before(program, "build_datasets", order)
-    data = program / "data.py"
-    text = data.read_text()
-    train = "ImageDataset(images[train], targets[train], num_classes=10, shift=1 if augment else 0)"
-    assert text.count(train) == 1
-    data.write_text(text.replace(train, f"Ordered({train}, range(len(train)))"))
-    return program
+    return with_text(program, "data.py", (TRAIN, f"Ordered({TRAIN}, range(len(train)))"))
 
 
 @pytest.fixture(scope="module")
