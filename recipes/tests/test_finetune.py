@@ -23,7 +23,7 @@ from helpers import (
     weights,
     with_recipe,
 )
-from test_recipe_edits import with_tied_weights
+from test_edits_page import with_tied_weights
 
 pytestmark = pytest.mark.recipes
 HEAD = ("layers.8.weight", "layers.8.bias")
@@ -45,12 +45,13 @@ def source(tmp_path_factory) -> Path:
 
 
 MERGE = """
-import cli, data, torch, train
+import data, torch, train
 from pathlib import Path
+from runtime import cli
 from torch.nn.utils import parametrize
 
 run = Path("{folder}")
-config = cli.read_config(run)
+config = cli.read_config(train.TrainConfig, run)
 dataset = data.build_datasets(config, augment=False)["test"]
 model = train.build_model(config, dataset)
 model.load_state_dict(torch.load(run / "model.pt"))

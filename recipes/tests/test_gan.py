@@ -12,11 +12,11 @@ from helpers import (
     imported_train,
     killed_and_resumed,
     on_one_and_two,
+    read_tensorboard,
     run,
     run_dir,
     with_recipe,
 )
-from test_logging import read_tensorboard
 
 pytestmark = pytest.mark.recipes
 
