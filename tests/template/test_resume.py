@@ -1,6 +1,5 @@
 """A run that was killed, or asked to stop, goes on as if nothing had happened."""
 
-import os
 import re
 import shlex
 import shutil
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from helpers import (
     assert_same_run,
     assert_same_training,
     assert_stopped_and_saved,
+    assert_told_by_ranks,
     call,
     copied,
     history,
@@ -47,15 +46,11 @@ from helpers import (
     wait_for,
     without_locks,
 )
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 
 import train
 from config import TrainConfig
 from runtime import checkpoints
 from runtime.cli import parse_train
-from runtime.loggers import Console
-from runtime.rundir import RunDir
 
 # ---- interrupted and resumed
 
@@ -216,32 +211,26 @@ def test_an_order_that_depends_on_the_training_is_resumed(whole, tmp_path):
     assert_same_run(cwd, alone)
 
 
-def run_with(scaler: torch.amp.GradScaler | None, root: Path, resume: str | None = None) -> tuple[RunDir, dict]:
-    """A run directory and its state, with a gradient scaler, as 16-mixed has one on a GPU."""
-    plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if scaler else []
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugins)
-    model = fabric.setup_module(torch.nn.Linear(2, 1))
-    state = {"model": model, "precision": fabric.strategy.precision, "step": 0 if resume else 7}
-    config = TrainConfig(root_dir=str(root), resume=resume, logger_name=("csv",))
-    run = RunDir(fabric, config, ExitStack())
-    run.restore(state, {"training": 64, "validation": 0})
-    return run, state
+# 16-mixed on the CPU, as far as the gradient scaler goes. (Without `--precision 16-mixed`, which is refused there.)
+SCALED = """
+from lightning.fabric.plugins import MixedPrecision
+
+del options["precision"]
+options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+"""
 
 
 @pytest.mark.parametrize("saved, expected", [(8.0, 8.0), (None, 2.0)])
 def test_the_gradient_scaler_is_restored_or_starts_afresh(saved: float | None, expected: float, tmp_path):
-    def scaler(scale: float) -> torch.amp.GradScaler:
-        made = torch.amp.GradScaler("cpu", init_scale=scale)
-        made.scale(torch.ones(()))  # it is set up at its first use
-        return made
-
-    first, state = run_with(scaler(saved) if saved else None, tmp_path)
-    first.start(0, Console(True, 0, 10, "val/accuracy", ExitStack()))
-    first.save(7, is_regular=True, is_best=True)
-    new = scaler(2.0)
-    _, resumed = run_with(new, tmp_path, str(first.path))
-    assert (new.get_scale(), resumed["step"]) == (expected, 7)
-    torch.testing.assert_close(resumed["model"].state_dict(), state["model"].state_dict())
+    """The program of the resume begins with a scale of 2; the run so far has another one, or no scaler."""
+    first = insert_before(tmp_path / "first", "Fabric", SCALED.replace("SCALE", str(saved)) if saved else "")
+    then = insert_before(tmp_path / "then", "Fabric", SCALED.replace("SCALE", "2.0"))
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    call(f"{first}/train.py {SMALL} --max_steps 2", cwd)
+    call(f"{then}/train.py --resume auto --max_steps 4", cwd)
+    (path,) = cwd.glob("*/checkpoints/step-00000004.ckpt")
+    assert torch.load(path, weights_only=True)["precision"]["scale"] == expected
 
 
 # ---- finished runs and changed options
@@ -275,46 +264,70 @@ def test_a_finished_run_is_extended_and_lists_what_changed(whole, tmp_path):
 def test_a_run_that_was_ended_with_fewer_steps_than_it_has_made_can_be_made_longer_again(whole, killed, tmp_path):
     cwd = copied(killed, tmp_path)
     step = newest(cwd)
-    assert f"finished after {step} of 8 steps" in call("train.py --resume auto --max_steps 8", cwd).stdout
-    assert "is finished" in call("train.py --resume auto --max_steps 8", cwd).stdout
+    for _ in range(2):
+        assert f"finished after {step} of 8 steps" in call("train.py --resume auto --max_steps 8", cwd).stdout
     assert f"finished after {STEPS} of {STEPS} steps" in call("train.py --resume auto --max_steps 0", cwd).stdout
     assert_same_run(cwd, whole)
 
 
-# What is trained does not depend on these.
-UNTRAINED = f"{ON_2} --num_workers 2 --timeout 60 --comment again --project another --logger_name wandb --summary true"
-
-
 @pytest.mark.parametrize(
-    "command",
-    ["train.py --resume RUN", *(f"{LONG} --resume auto {options}" for options in ("", UNTRAINED, "--epochs 3"))],
+    "options, ending",
+    [
+        ("", "80 of 80"),
+        (
+            "--num_workers 2 --timeout 60 --comment again --logger_name wandb --summary true",
+            "80 of 80",
+        ),
+        ("--base_lr 0.01 --micro_batch_size 8", "80 of 80"),
+        ("--epochs 3", "80 of 24"),
+        (ON_2, "80 of 80"),
+    ],
 )
-def test_resuming_a_finished_run_says_so_and_changes_nothing(whole, tmp_path, command: str):
+def test_resuming_a_finished_run_says_so_and_changes_nothing(options: str, ending: str, whole, tmp_path):
+    """Whatever the options are. Those that differ are listed, as on every resume."""
     cwd = copied(whole, tmp_path)
     before = snapshot(cwd)
-    done = call(command.replace("RUN", run_dir(cwd).name), cwd)
-    (line,) = [line for line in done.stdout.splitlines() if "is finished" in line]
-    assert run_dir(cwd).name in line and "--out_dir" in line
-    assert snapshot(cwd) == before
+    for command in (f"train.py --resume {run_dir(cwd).name}", f"{LONG} --resume auto"):
+        done = (run if ON_2 in options else call)(f"{command} {options}", cwd)
+        assert f"finished after {ending} steps" in done.stdout
+        for name in re.findall(r"--(\w+)", options):
+            assert re.search(rf"^--{name} .+ instead of ", done.stdout, re.MULTILINE)
+        assert snapshot(cwd) == before
 
 
-@pytest.mark.parametrize("options", ["--base_lr 0.01", "--weight_decay 0.5 --epochs 3", "--micro_batch_size 8"])
-def test_a_finished_run_with_other_options_is_refused_and_names_them(whole, tmp_path, options: str):
-    """Nothing would be trained with them. Those that would make it shorter are not named."""
+def without_checkpoints(cwd: Path) -> None:
+    shutil.rmtree(run_dir(cwd) / "checkpoints")
+
+
+def with_the_best_alone(cwd: Path) -> None:
+    for path in run_dir(cwd).glob("checkpoints/step-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("delete", [without_checkpoints, with_the_best_alone])
+@pytest.mark.parametrize("options", ["--early_stopping_patience 1", "--max_steps 2"])
+def test_a_finished_run_whose_checkpoints_were_deleted_is_still_finished(options: str, delete, tmp_path):
+    """To save space. What summary.json has says that no step is left: their number, or the validations that were not
+    better."""
+    call(f"train.py {SMALL} --base_lr 1e-12 --val_interval 1 --logger_name csv {options}", tmp_path)
+    delete(tmp_path)
+    before = snapshot(tmp_path)
+    assert "finished after 2 of " in call("train.py --resume auto", tmp_path).stdout
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("devices", ["", ON_2])
+def test_a_finished_run_without_checkpoints_cannot_become_longer(devices: str, whole, tmp_path):
     cwd = copied(whole, tmp_path)
+    without_checkpoints(cwd)
     before = snapshot(cwd)
-    error = call(f"{LONG} --resume auto --comment again {options}", cwd, code=2).stderr
-    named = options.partition(" --epochs")[0]
-    told = f"train.py: error: {named}: {run_dir(cwd).name} is finished, so nothing would be trained: give another "
-    assert error == f"{told}--out_dir for a new run, or more --epochs\n"
+    error = (run if devices else call)(f"train.py --resume auto --epochs 20 {devices}", cwd, code=1).stderr
+    words = f"{run_dir(cwd).name} is finished, and has no checkpoint left from which it could become longer"
+    if devices:
+        assert_told_by_ranks(error, words)
+    else:
+        assert error == f"train.py: error: {words}\n"
     assert snapshot(cwd) == before
-
-
-def test_the_option_that_would_make_a_finished_run_longer_is_named(tmp_path):
-    """More --epochs would not, where --max_steps is given."""
-    call(f"train.py {SMALL} --max_steps 2", tmp_path)
-    error = call("train.py --resume auto --epochs 40 --base_lr 0.01", tmp_path, code=2).stderr
-    assert error.endswith("give another --out_dir for a new run, or more --max_steps\n")
 
 
 def test_a_finished_run_that_is_made_longer_and_stopped_keeps_its_weights(tmp_path):
@@ -339,7 +352,8 @@ def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_pat
     cwd.mkdir()
     call(f"{early} --early_stopping_patience 5", alone)
     assert "finished after 6 of 20 steps" in call(f"{early} --early_stopping_patience 2", cwd).stdout
-    assert "is finished" in call(f"{early} --early_stopping_patience 2 --resume auto", cwd).stdout
+    command = f"{early} --early_stopping_patience 2 --resume auto"
+    assert "finished after 6 of 20 steps" in call(command, cwd).stdout
     set_running(run_dir(cwd))
     assert "finished after 6 of 20 steps" in call("train.py --resume auto", cwd).stdout
     assert "finished after 12 of 20 steps" in call("train.py --resume auto --early_stopping_patience 5", cwd).stdout
@@ -382,13 +396,8 @@ def test_a_damaged_checkpoint_is_named_and_put_aside_and_the_one_before_is_taken
 
 
 def test_odd_things_in_a_run_directory_do_not_stop_a_resume(whole, killed, tmp_path):
-    """Folders with the names of a temporary file and of a log, pipes and links to nowhere with the names of temporary
-    files, and a best.ckpt whose step is a text."""
+    """Folders with the names of a temporary file and of a log, and a best.ckpt whose step is a text."""
     cwd = copied(killed, tmp_path)
-    os.mkfifo(run_dir(cwd) / "config.yaml.tmp")  # to open it would wait for ever
-    summary = run_dir(cwd) / "summary.json.tmp"
-    summary.unlink(missing_ok=True)  # the kill may have left one
-    summary.symlink_to(tmp_path / "elsewhere")
     (run_dir(cwd) / "notes.tmp").mkdir()
     (run_dir(cwd) / "logs" / "of-mine-1.0").mkdir()
     best = run_dir(cwd) / "checkpoints" / "best.ckpt"
@@ -398,7 +407,7 @@ def test_odd_things_in_a_run_directory_do_not_stop_a_resume(whole, killed, tmp_p
     torch.save(forged, best)
     call("train.py --resume auto", cwd)
     assert_same_run(cwd, whole)
-    assert (run_dir(cwd) / "notes.tmp").is_dir() and not (tmp_path / "elsewhere").exists()
+    assert (run_dir(cwd) / "notes.tmp").is_dir()
 
 
 def test_a_resume_reads_one_checkpoint_as_a_whole_and_none_at_the_end(killed, tmp_path, monkeypatch):
@@ -407,7 +416,7 @@ def test_a_resume_reads_one_checkpoint_as_a_whole_and_none_at_the_end(killed, tm
     read = []
     is_whole = checkpoints.is_whole
     monkeypatch.setattr(checkpoints, "is_whole", lambda path: read.append(path) or is_whole(path))
-    train.main(parse_train(["--resume", "auto"]))
+    train.main(parse_train(TrainConfig, ["--resume", "auto"]))
     assert len(read) == 1
 
 
