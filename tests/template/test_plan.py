@@ -1,0 +1,118 @@
+"""The arithmetic on options: batches, steps, intervals, the learning rate."""
+
+import math
+import re
+
+import pytest
+
+from config import TrainConfig
+from runtime.errors import ConfigError
+from utils import Plan, limit, make_plan, scale_lr
+
+
+def plan_of(world_size: int = 1, saved: int = 0, train_samples: int = 1000, **options) -> Plan:
+    return make_plan(TrainConfig(**options), train_samples, 200, world_size, saved)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro", [0, 1, 2, 8, 24])
+def test_the_batch_is_split_among_devices_and_micro_batches(world_size: int, micro: int):
+    """The equation holds, or the error names the nearest values for which it does."""
+    for effective in range(1, 100):
+        options = {"effective_batch_size": effective, "micro_batch_size": micro}
+        unit = world_size * (micro or 1)
+        if effective % unit == 0:
+            for saved in (0, 2):
+                plan = plan_of(world_size, saved, **options)
+                assert effective == world_size * plan.micro_batch_size * plan.grad_accum_steps
+                kept = saved if saved and effective % (world_size * saved) == 0 else effective // world_size
+                assert plan.micro_batch_size == (micro or kept)
+        else:
+            with pytest.raises(ConfigError) as error:
+                plan_of(world_size, **options)
+            below = effective // unit * unit
+            named = re.search(
+                rf"--effective_batch_size {effective}: .*; nearest: (?:(\d+) or )?(\d+)$", str(error.value)
+            )
+            assert (int(named[1] or 0), int(named[2])) == (below, below + unit)
+
+
+@pytest.mark.parametrize(
+    "options, steps, intervals",
+    [
+        ({}, (19, 380), (19, 19, 19)),
+        ({"max_steps": 7}, (19, 7), (19, 19, 19)),
+        ({"epochs": 0.01, "warmup_epochs": 0.0}, (19, 1), (19, 19, 19)),
+        ({"epochs": 2.5, "limit_train_batches": 4}, (4, 10), (4, 4, 4)),
+        ({"log_per_epoch": 2, "val_frequency": 0.5, "checkpoint_frequency": 3}, (19, 380), (9.5, 9.5, 57)),
+        ({"log_interval": 3, "val_interval": 4, "checkpoint_interval": 5}, (19, 380), (3, 4, 5)),
+        ({"checkpoint_frequency": 0.0}, (19, 380), (19, 19, math.inf)),
+    ],
+)
+def test_epochs_become_steps(options: dict, steps: tuple, intervals: tuple):
+    plan = plan_of(train_samples=1217, **options)
+    assert (plan.steps_per_epoch, plan.total_steps) == steps
+    assert (plan.log_interval, plan.val_interval, plan.save_interval) == intervals
+
+
+def test_the_whole_training_set_may_be_one_batch():
+    assert plan_of(train_samples=64, effective_batch_size=64).steps_per_epoch == 1
+    with pytest.raises(ConfigError, match="^--effective_batch_size 65: there are only 64 training samples$"):
+        plan_of(train_samples=64, effective_batch_size=65)
+
+
+@pytest.mark.parametrize("limited, expected", [(2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0)])
+def test_a_validation_is_limited_in_effective_batches(limited: int | float, expected: int):
+    """So it is the same on any number of devices."""
+    for world_size in (1, 2, 4):
+        assert plan_of(world_size, limit_val_batches=limited).val_samples == expected
+
+
+def test_scale_lr():
+    """Goyal et al. 2017, section 2.1: 0.1 for 256 samples becomes 3.2 for 8192; the square root gives 0.1 sqrt(32)."""
+    assert scale_lr(0.1, 8192, 256, "linear") == pytest.approx(3.2)
+    assert scale_lr(0.1, 8192, 256, "sqrt") == pytest.approx(0.1 * 32**0.5)
+    assert scale_lr(0.1, 8192, 256, "none") == 0.1
+    assert scale_lr(0.1, 64, 256, "linear") == pytest.approx(0.025)
+    assert scale_lr(0.1, 64, 256, "sqrt") == pytest.approx(0.05)
+
+
+ENDLESS = plan_of(max_steps=10**9)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [4, 19, 22, 100, 937])
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+def test_is_due_so_many_times_in_each_epoch(steps_per_epoch: int, times: int):
+    interval = steps_per_epoch / times
+    for epoch in range(30):
+        steps = range(epoch * steps_per_epoch + 1, (epoch + 1) * steps_per_epoch + 1)
+        due = [step for step in steps if ENDLESS.is_due(step, interval)]
+        assert len(due) == times
+        assert due[-1] == steps[-1]
+
+
+def test_is_due_for_a_fraction_of_an_epoch():
+    """0.1 of 22 steps: exactly ten per epoch."""
+    for epoch in range(1000):
+        assert sum(ENDLESS.is_due(step, 0.1 * 22) for step in range(epoch * 22 + 1, (epoch + 1) * 22 + 1)) == 10
+
+
+def test_is_due_every_so_many_epochs_and_at_most_once_a_step():
+    assert [step for step in range(1, 100) if ENDLESS.is_due(step, 2.5 * 10)] == [25, 50, 75]
+    assert [step for step in range(1, 100) if ENDLESS.is_due(step, 1.5 * 19)] == [29, 57, 86]
+    assert all(ENDLESS.is_due(step, 0.25) for step in range(1, 100))
+
+
+def test_is_due_at_the_last_step_whatever_the_interval():
+    plan = plan_of(max_steps=11)
+    for interval in (100, math.inf):
+        assert [step for step in range(1, 12) if plan.is_due(step, interval)] == [11]
+
+
+@pytest.mark.parametrize(
+    "total, limited, expected",
+    [(19, 5, 5), (19, 0, 0), (19, 1, 1), (19, 100, 19), (19, 1.0, 19), (19, 0.5, 9), (19, 0.01, 1),
+     (30, 0.1, 3), (10, 0.7, 7), (100, 0.29, 29)],
+)  # fmt: skip
+def test_limit(total: int, limited: int | float, expected: int):
+    assert limit(total, limited) == expected
