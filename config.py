@@ -134,7 +134,11 @@ class TrainConfig(Debugging, Checkpoints, Logging, Optimization, Batch, Devices,
     """Train a model. All options have defaults."""
 
     # A resume cannot change these, beside the seed, the batch size and what decides which checkpoint is best.
-    fixed_on_resume = ("dataset", "width", "dropout")
+    fixed_on_resume = (
+        "dataset",
+        "width",
+        "dropout",
+    )
     per_host = ("data_dir",)  # may differ between the machines of a run
 
     def __post_init__(self):

@@ -149,7 +149,8 @@ class RunDir:
         size. Notes whether the samples have changed since the checkpoint."""
         self.fabric.seed_everything(self.config.seed)  # for a dataset that is split at random
         datasets = build_in_turn(self.fabric, build_datasets)
-        parts = {"training": datasets["train"], "validation": datasets["val"]}
+        names = {"train": "training", "val": "validation"}
+        parts = {names.get(name, name): dataset for name, dataset in datasets.items() if name != "test"}
         self.fixed = {f"--{name}": value for name, value in fixed_options(self.config).items()}
         self.fixed |= {f"the number of {part} samples": len(dataset) for part, dataset in parts.items()}
         self.fingerprints = {part: fingerprint(dataset) for part, dataset in parts.items() if len(dataset)}
