@@ -2,6 +2,7 @@
 and no test changes: a test says what it edits, not what the text around it is."""
 
 import os
+import re
 import shutil
 import subprocess
 import textwrap
@@ -123,6 +124,22 @@ def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path.write_text(text)
+    return program
+
+
+OWN_OPTIONS = "dataset|data_dir|width|dropout"  # of the example, which a user deletes or replaces
+
+
+def without_own_options(program: Path) -> Path:
+    """Deletes these options where they are defined, listed and used."""
+    replace(program, "use of dropout", "4)")
+    path = program / "data.py"
+    path.write_text(re.sub(r"    if config.data_dir:\n.*\n", "", path.read_text()))
+    path = program / "config.py"
+    text = re.sub(rf'^    (({OWN_OPTIONS}): .*|"({OWN_OPTIONS})",)\n', "", path.read_text(), flags=re.MULTILINE)
+    path.write_text(re.sub(rf'"({OWN_OPTIONS})"(: 1)?,? ?', "", text))  # in the middle of a line
+    used = re.compile(rf"config\.({OWN_OPTIONS})\b|\"({OWN_OPTIONS})\"|^    ({OWN_OPTIONS}):", re.MULTILINE)
+    assert not any(used.search(file.read_text()) for file in program.glob("*.py"))
     return program
 
 

@@ -4,12 +4,13 @@ given comes back from config.yaml; a type for which that is not so is refused be
 import csv
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from edits import copy_programs, insert_before
-from helpers import ON_2, SMALL, call, run, run_dir
+from edits import OWN_OPTIONS, insert_before, with_text, without_own_options
+from helpers import LONG, ON_2, REPO, SMALL, call, killed_and_resumed, run, run_dir
 
 NESTED = '''@dataclass(frozen=True)
 class DecayConfig:
@@ -53,19 +54,12 @@ WRITTEN = {
 }
 
 
-def with_fields(program: Path, fields: str, classes: str = "") -> Path:
+def with_fields(program: Path, fields: str, classes: str = "", imports: str = "from pathlib import Path\n") -> Path:
     """The programs with more options in the group of data and model."""
     insert_before(program, "options", fields)
     group = "@dataclass(frozen=True)\nclass Data:"
-    return edit_config(program, group, f"{classes}\n\n{group}")
-
-
-def edit_config(program: Path, old: str, new: str) -> Path:
-    path = copy_programs(program) / "config.py"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    return program
+    typing = "from typing import Any, Literal\n"
+    return with_text(program, "config.py", (group, f"{classes}\n\n{group}"), (typing, imports + typing))
 
 
 @pytest.fixture(scope="module")
@@ -116,29 +110,65 @@ def test_a_list_may_have_negative_numbers_with_an_exponent(source: str, tmp_path
         assert "shifts -1e-05 0.5 -2e+300 -3.0\n" in printed
 
 
-def test_an_option_can_be_deleted_where_it_is_defined_and_used(tmp_path: Path):
-    """Its name may stay in the lists of config.py: of bounds, and of what a resume cannot change."""
-    text = "    dropout: float = 0.25  # Probability of dropping a feature before the last layer\n"
-    program = edit_config(tmp_path / "program", text, "")
-    train = (program / "train.py").read_text()
-    (program / "train.py").write_text(train.replace("config.width, config.dropout", "config.width"))
-    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path)
-    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
-    assert "dropout" not in (run_dir(tmp_path) / "config.yaml").read_text()
+IMPORTS = """
+import importlib, pathlib, sys
+for name in SIX:
+    sys.modules[name] = None  # an import raises ImportError
+sys.path.insert(0, ROOT)
+names = [path.stem for path in pathlib.Path(ROOT).glob("runtime/*.py")]
+for name in names:
+    importlib.import_module(f"runtime.{name}")
+print("imported", *sorted(names))
+"""
 
 
-def test_the_mode_of_a_default_does_not_outlive_its_monitor(tmp_path: Path):
-    """As that of a recipe, which sets both."""
-    program = edit_config(tmp_path / "program", 'monitor: str = "val/accuracy"', 'monitor: str = "train/grad_norm"')
-    edit_config(program, 'Literal["auto", "max", "min"] = "auto"', 'Literal["auto", "max", "min"] = "max"')
+def test_what_nobody_edits_imports_no_file_that_users_edit(tmp_path: Path):
+    six = ("train", "test", "config", "model", "data", "utils")
+    assert {path.stem for path in REPO.glob("*.py")} == {*six}
+    (tmp_path / "imports.py").write_text(f"SIX = {six!r}\nROOT = {str(REPO)!r}\n{IMPORTS}")
+    names = sorted(path.stem for path in REPO.glob("runtime/*.py"))
+    assert run(f"{tmp_path}/imports.py", tmp_path).stdout == f"imported {' '.join(names)}\n"
+    for path in REPO.glob("runtime/*.py"):  # in functions, too
+        assert not re.search(rf"^ *(import|from) ({'|'.join(six)})\b", path.read_text(), re.MULTILINE), path.name
+
+
+@pytest.fixture(scope="module")
+def without_own(tmp_path_factory) -> Path:
+    return without_own_options(tmp_path_factory.mktemp("without"))
+
+
+def test_all_own_options_can_be_deleted(without_own, cwd):
+    """Nothing that nobody edits names one: a run without them trains, is resumed and evaluated."""
+    options = SMALL.replace("--width 4 ", "")
+    for script in ("train.py", "test.py"):
+        assert not re.search(rf"--({OWN_OPTIONS})\b", call(f"{without_own}/{script} --help", cwd).stdout)
+    for name in OWN_OPTIONS.split("|"):
+        assert f"unknown option --{name}" in call(f"{without_own}/train.py --{name} 1", cwd, code=2).stderr
+    call(f"{without_own}/train.py {options} --epochs 1", cwd)
+    config = run_dir(cwd) / "config.yaml"
+    assert not re.search(rf"^({OWN_OPTIONS}):", config.read_text(), re.MULTILINE)
+    assert "finished after 8 of 8 steps" in call(f"{without_own}/train.py --resume auto --epochs 2", cwd).stdout
+    assert "accuracy" in call(f"{without_own}/test.py --predictions", cwd).stdout
+    call(f"{without_own}/train.py {options} --fast_run", cwd)
+
+
+def test_a_run_without_own_options_is_exact_after_a_kill(without_own, tmp_path):
+    killed_and_resumed(f"{without_own}/{LONG.replace('--width 4 ', '')}", tmp_path)
+
+
+def test_the_default_of_what_is_best_is_replaced_as_a_pair(tmp_path: Path):
+    """As in a recipe."""
+    default = 'set_defaults(self, monitor="val/accuracy", monitor_mode="max")'
+    program = with_text(
+        tmp_path / "program", "config.py", (default, default.replace("val/accuracy", "train/grad_norm"))
+    )
     call(f"{program}/train.py {SMALL}", tmp_path)
-    call(f"{program}/train.py {SMALL} --monitor val/loss --out_dir given", tmp_path)
+    call(f"{program}/train.py {SMALL} --monitor val/loss --monitor_mode min --out_dir given", tmp_path)
     for name, monitor, best in (("train_out", "train/grad_norm", max), ("given", "val/loss", min)):
         values = {float(row[monitor]) for row in rows_of(run_dir(tmp_path, name))}
         assert json.loads((run_dir(tmp_path, name) / "summary.json").read_text())["best"] == best(values)
-    error = call(f"{program}/train.py {SMALL} --monitor val/error", tmp_path, code=2).stderr
-    told = "its name does not tell if higher is better; check it, or give --monitor_mode"
-    assert error == f"train.py: error: --monitor val/error: {told}\n"
+    error = call(f"{program}/train.py {SMALL} --monitor val/loss", tmp_path, code=2).stderr
+    assert error == "train.py: error: --monitor val/loss: give --monitor and --monitor_mode together\n"
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -149,7 +179,9 @@ def rows_of(folder: Path) -> list[dict]:
 def test_an_option_that_is_in_no_group_is_told_at_the_start(tmp_path: Path):
     """The command line would not know it."""
     docstring = '"""Train a model. All options have defaults."""'
-    program = edit_config(tmp_path / "program", docstring, f"{docstring}\n\n    noise: float = 0.1  # Of the images")
+    program = with_text(
+        tmp_path / "program", "config.py", (docstring, f"{docstring}\n\n    noise: float = 0.1  # Of the images")
+    )
     error = call(f"{program}/train.py {SMALL}", tmp_path, code=2).stderr
     assert error.count("\n") == 1 and "noise" in error and "group" in error
     assert not [*tmp_path.glob("*train_out")]
@@ -250,9 +282,11 @@ def test_numbers_may_be_choices(tmp_path):
 
 def test_the_members_of_an_enum_may_be_choices(tmp_path):
     program = with_fields(
-        tmp_path / "program", "    colour: Colour = Colour.RED", 'Colour = Enum("Colour", "RED BLUE")'
+        tmp_path / "program",
+        "    colour: Colour = Colour.RED",
+        'Colour = Enum("Colour", "RED BLUE")',
+        "from enum import Enum\n",
     )
-    edit_config(program, "from pathlib import Path\n", "from enum import Enum\nfrom pathlib import Path\n")
     call(f"{program}/train.py {SMALL} --epochs 1 --colour BLUE", tmp_path)
     assert "colour: BLUE\n" in (run_dir(tmp_path) / "config.yaml").read_text()
     assert "colour" not in call(f"{program}/train.py --resume auto --epochs 2", tmp_path).stdout
@@ -271,9 +305,7 @@ def test_the_members_of_an_enum_may_be_choices(tmp_path):
 )
 def test_an_option_that_would_not_come_back_is_refused_before_anything_is_written(fields: str, option: str, tmp_path):
     options = "--rate" if "rate" in fields else ""  # without a value it is None
-    program = with_fields(tmp_path / "program", fields)
-    imports = "from datetime import date\n"
-    edit_config(program, "from pathlib import Path\n", f"from pathlib import Path\n{imports}")
+    program = with_fields(tmp_path / "program", fields, imports="from datetime import date\n")
     error = call(f"{program}/train.py {SMALL} {options}", tmp_path, code=2).stderr
     assert error.startswith("train.py: error: an option cannot be kept in config.yaml: ") and error.count("\n") == 1
     assert option in error
