@@ -20,6 +20,7 @@ from helpers import (
     start,
     start_two,
     wait_for,
+    without_locks,
 )
 
 CONSTANT = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
@@ -117,7 +118,7 @@ def test_a_tensor_that_comes_into_state_later_is_new(program: Path, cwd: Path):
     call(f"train.py {CONSTANT} --epochs 1", cwd)
     insert_before(program, "state", '"counted": torch.zeros(3),')
     output = call(f"{program}/train.py --resume auto --epochs 2", cwd).stdout
-    assert "state['counted'] is not in it, and new" in output and "state['model']" not in output
+    assert "state['counted'] is not in the checkpoint, and new" in output and "state['model']" not in output
 
 
 def test_the_second_model_is_checked_to_be_finite(program: Path, cwd: Path):
@@ -146,16 +147,76 @@ def test_an_optimizer_with_state_of_its_own(program: Path, whole: Path, cwd: Pat
     torch.testing.assert_close(saved["slow"], expected["slow"], atol=0, rtol=0)
 
 
-def test_settings_of_the_optimizer_are_those_that_the_options_ask_for(program: Path, cwd: Path):
-    """The checkpoint has settings, too: what has changed since then wins."""
+ADAMW = "torch.optim.AdamW({})"
+SETTINGS = "model.parameters(), weight_decay=config.weight_decay, fused=True"
+GROUPS = (
+    '[{"params": model.module.layers[0].parameters(), "lr_factor": FACTOR}, '
+    '{"params": model.module.layers[1:].parameters()}], weight_decay=config.weight_decay, fused=True'
+)
+
+
+@pytest.mark.parametrize(
+    "then, now, options, words",
+    [
+        (SETTINGS, SETTINGS, "--weight_decay 0.5", "weight_decay 0.5, but 0.01"),
+        (SETTINGS, f"{SETTINGS}, betas=(0.8, 0.9)", "", "betas (0.8, 0.9), but (0.9, 0.999)"),
+        (GROUPS.replace("FACTOR", "0.1"), GROUPS.replace("FACTOR", "0.2"), "", "lr_factor 0.2, but 0.1"),
+    ],
+    ids=["weight_decay", "betas", "lr_factor"],
+)
+@pytest.mark.parametrize("devices", ["", ON_2])
+def test_another_setting_of_the_optimizer_is_refused_and_changes_nothing(
+    then: str, now: str, options: str, words: str, devices: str, tmp_path: Path, cwd: Path
+):
+    """The checkpoint has settings, too, and a scheduler may have changed them: which should win?"""
+    first, second = (
+        replace(tmp_path / name, "optimizer", ADAMW.format(text)) for name, text in (("first", then), ("second", now))
+    )
+    call(f"{first}/train.py {CONSTANT} --epochs 1", cwd)
+    before = without_locks(cwd)
+    how = run if devices else call
+    error = how(f"{second}/train.py --resume auto --epochs 2 {options} {devices}", cwd, code=2).stderr
+    told = [line for line in error.splitlines() if line.endswith(f": an optimizer has {words} in the checkpoint")]
+    assert told == error.splitlines() and told[0].startswith("train.py: error: ")
+    assert without_locks(cwd) == before
+
+
+def test_how_a_step_is_computed_and_at_which_rate_may_change(program: Path, cwd: Path):
+    """They are then as the code and the options ask for: the checkpoint has them, too."""
     call(f"train.py {CONSTANT} --epochs 1", cwd)
     before = checkpoint(cwd, "step-00000004")["optimizer"]["param_groups"][0]
-    settings = "weight_decay=config.weight_decay, fused=False, betas=(0.8, 0.9)"
-    replace(program, "optimizer", f"torch.optim.AdamW(model.parameters(), {settings})")
-    call(f"{program}/train.py --resume auto --epochs 2 --weight_decay 0.5", cwd)
+    replace(program, "optimizer", ADAMW.format(SETTINGS.replace("fused=True", "lr=0.5, foreach=True")))
+    call(f"{program}/train.py --resume auto --epochs 2 --base_lr 0.001", cwd)
     after = checkpoint(cwd, "step-00000008")["optimizer"]["param_groups"][0]
     changed = {name: after[name] for name in after if after[name] != before[name]}
-    assert changed == {"weight_decay": 0.5, "fused": False, "betas": (0.8, 0.9), "lr": 4e-3}
+    assert changed == {"fused": None, "foreach": True, "lr": 0.001}
+
+
+def test_the_factor_of_a_group_always_holds(program: Path, cwd: Path):
+    """That of a group without one is 1."""
+    replace(program, "optimizer", ADAMW.format(GROUPS.replace("FACTOR", "0.1")))
+    call(f"{program}/train.py {CONSTANT} --epochs 2", cwd)
+    groups = checkpoint(cwd, "step-00000008")["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == pytest.approx([4e-4, 4e-3])
+
+
+# Sets the rates of its groups, their limits, and the first of their betas.
+ONE_CYCLE = "scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.base_lr, 40)"
+
+
+def test_a_scheduler_in_state_is_resumed_whatever_it_sets_in_the_groups(program: Path, whole: Path, cwd: Path):
+    """With more epochs, within its length, and with another rate as built, which the scheduler replaces by its own."""
+    replace(program, "optimizer", f"{ADAMW.format(SETTINGS)}\n    {ONE_CYCLE}")
+    insert_before(program, "state", '"scheduler": scheduler,')
+    replace(program, "learning rate", '        lr = optimizer.param_groups[0]["lr"]\n')
+    replace(program, "set lr", "pass")
+    insert_after(program, "optimizer steps", "scheduler.step()")
+    call(f"{program}/train.py {CONSTANT} --epochs 4", whole)
+    call(f"{program}/train.py {CONSTANT} --epochs 2", cwd)
+    call(f"{program}/train.py --resume auto --epochs 4 --base_lr 0.1", cwd)
+    assert_same_run(cwd, whole)
+    (now,), (expected,) = (checkpoint(folder, "step-00000016")["optimizer"]["param_groups"] for folder in (cwd, whole))
+    assert now == expected and now["betas"][0] < 0.95
 
 
 def test_a_tensor_is_restored_under_every_name(program: Path, whole: Path, cwd: Path):
@@ -225,6 +286,80 @@ def test_weights_of_rank_0_that_are_not_finite_end_all_ranks_alike(program: Path
         words = f"rank {rank}: the weights are not finite after step 8: model.layers.0.weight (4, 1, 3, 3)"
         assert line.split("; ")[0] == f"train.py: error: {words}"
     assert not (run_dir(cwd) / "checkpoints" / "step-00000008.ckpt").exists()
+
+
+# ---- a validation that changes the model
+
+COUNTS = """
+self.register_buffer("calls", Tensor(1).zero_())
+self.register_forward_pre_hook(lambda model, images: model.calls.add_(1) and None)
+"""
+# As an adapter of low rank, which is merged into the weight for an evaluation: with rounding, each time.
+MERGES = """
+class Merges(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.down = nn.Parameter(torch.randn(2, self.in_features))
+        self.up = nn.Parameter(torch.randn(self.out_features, 2))
+
+    def forward(self, features):
+        weight = self.weight + self.up @ self.down if self.training else self.weight
+        return F.linear(features, weight, self.bias)
+
+    def train(self, mode=True):
+        if mode != self.training:
+            self.weight.data += (-1 if mode else 1) * (self.up @ self.down).detach()
+        return super().train(mode)
+
+
+"""
+
+
+@pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=pytest.mark.night)])
+def test_a_first_validation_that_changes_the_model_leaves_a_resume_exact(
+    devices: str, program: Path, whole: Path, cwd: Path
+):
+    """Each process has one."""
+    insert_before(program, "layers", COUNTS)
+    insert_before(program, "functions", MERGES)
+    insert_before(program, "set up model", "model.layers[-1] = Merges(model.layers[-1].in_features, 10)")
+    how = run if devices else call
+    how(f"{program}/train.py {CONSTANT} --epochs 4 {devices}", whole)
+    how(f"{program}/train.py {CONSTANT} --epochs 2 {devices}", cwd)
+    how(f"{program}/train.py --resume auto --epochs 4", cwd)
+    assert_same_run(cwd, whole)
+    calls = checkpoint(whole, "step-00000016")["model"]["calls"].item()
+    assert calls == 1 + 16 + 4 * 2, "of the first validation, the training and the validations"
+
+
+# ---- what the loop holds
+
+
+def test_the_outputs_of_compute_loss_are_freed_before_the_backward_pass(program: Path, cwd: Path):
+    """The logits of a language model are the largest of all tensors, and its loss may not need them any more."""
+    insert_before(program, "functions", "import weakref\n\nSEEN = []\n\n\n")
+    replace(
+        program, "values", '{"loss": F.cross_entropy(logits, targets), "one": SEEN.append(weakref.ref(logits)) or 1}'
+    )
+    replace(program, "backward", 'print("freed:", SEEN[-1]() is None) or fabric.backward(values["loss"])')
+    assert call(f"{program}/train.py {CONSTANT} --max_steps 2", cwd).stdout.count("freed: True\n") == 2
+
+
+SCALED = """
+from lightning.fabric.plugins import MixedPrecision
+
+del options["precision"]
+options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+"""
+
+
+def test_two_optimizers_with_a_gradient_scaler_are_refused(program: Path, cwd: Path):
+    """Its scale is that of one. On a CPU as far as the scaler goes: `--precision 16-mixed` is refused there."""
+    with_critic(program, lr="0.01")
+    insert_before(program, "Fabric", SCALED)
+    error = call(f"{program}/train.py {CONSTANT}", cwd, code=2).stderr
+    assert error == "train.py: error: --precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed\n"
+    assert list(cwd.iterdir()) == []
 
 
 # ---- plain values
@@ -309,13 +444,16 @@ def test_the_first_checkpoint_is_read_back(program: Path, cwd: Path):
 # ---- what another command line changes
 
 
-@pytest.mark.parametrize("options", ["--monitor val/loss", "--monitor_mode min"])
-def test_another_monitor_is_refused_and_changes_nothing(options: str, cwd: Path):
+@pytest.mark.parametrize(
+    "monitor, refused", [("val/loss", "--monitor val/loss"), ("val/accuracy", "--monitor_mode min")]
+)
+def test_another_monitor_is_refused_and_changes_nothing(monitor: str, refused: str, cwd: Path):
     """What is best of one value says nothing of another."""
     call(f"train.py {SMALL} --epochs 1", cwd)
     before = snapshot(cwd)
+    options = f"--monitor {monitor} --monitor_mode min"
     error = call(f"train.py --resume auto --epochs 2 {options}", cwd, code=2).stderr
-    assert re.fullmatch(rf"train.py: error: {options}: a resume cannot change it; .* was trained with .*\n", error)
+    assert re.fullmatch(rf"train.py: error: {refused}: a resume cannot change it; .* was trained with .*\n", error)
     assert snapshot(cwd) == before
 
 
@@ -349,7 +487,7 @@ class Breaks:
 WAITS = """
 if step == STEP:
     print("in the step", flush=True)
-    while not stop_signals.received:
+    while not run.must_stop.__self__.received:
         __import__("time").sleep(0.02)
 """
 REHEARSAL = f"train.py {SMALL} --fast_run 4"
@@ -381,6 +519,7 @@ def test_a_rehearsal_leaves_nothing_behind_wherever_the_run_would_be(out_dir: st
     assert list(cwd.iterdir()) == []
 
 
+STOPPING = "\nstopping at the end of a step; a second Ctrl-C ends the process at once\n"
 STOPPED = "train.py: error: --fast_run was stopped by a signal, and leaves nothing behind\n"
 
 
@@ -393,7 +532,7 @@ def test_a_rehearsal_that_is_stopped_leaves_nothing_behind(step: int, program: P
     assert [path.name.startswith(".fast_run-") for path in cwd.iterdir()] == [True]
     process.terminate()
     _, error = process.communicate(timeout=300)
-    assert error == STOPPED and process.returncode == 1
+    assert error == f"{STOPPING}{STOPPED}" and process.returncode == 1
     assert list(cwd.iterdir()) == []
 
 
@@ -436,11 +575,11 @@ def test_a_rehearsal_that_is_killed_is_never_resumed(program: Path, cwd: Path):
 @pytest.mark.parametrize("devices", ["", ON_2])
 def test_a_rehearsal_makes_no_root_dir(devices: str, cwd: Path):
     printed = run(f"{REHEARSAL} --root_dir not/there {devices}", cwd).stdout
-    assert re.findall(r"(\w+) after (\d) of 4 steps", printed) == [("stopped", "2"), ("finished", "4")]
+    assert re.findall(r"finished after (\d of \d) steps", printed) == ["2 of 2", "4 of 4"]
     assert list(cwd.iterdir()) == []
 
 
 def test_a_rehearsal_starts_nothing_of_wandb(program: Path, cwd: Path):
-    insert_after(program, "run is finished", 'print("wandb" in __import__("sys").modules)')
+    insert_before(program, "run is finished", 'print("wandb" in __import__("sys").modules)')
     assert "\nFalse\n" in run(f"{program}/{REHEARSAL} --logger_name wandb", cwd).stdout
     assert list(cwd.iterdir()) == []
