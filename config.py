@@ -110,9 +110,9 @@ class Checkpoints:
     checkpoint_interval: int = 0  # Steps between two checkpoints, instead of checkpoint_frequency
     num_checkpoint_keep: int = 3  # Number of newest checkpoints to keep, besides best.ckpt; 0 keeps all
     # The value that decides which checkpoint is best, given together with monitor_mode; None: see set_defaults
-    monitor: str = field(default=NOT_GIVEN, metavar="NAME")
+    monitor: str = field(default=NOT_GIVEN, nargs=None, metavar="NAME")
     # Whether the maximum or the minimum of `monitor` is best; None: see set_defaults
-    monitor_mode: Literal["max", "min"] = NOT_GIVEN
+    monitor_mode: Literal["max", "min"] = field(default=NOT_GIVEN, nargs=None)
 
 
 @dataclass(frozen=True)

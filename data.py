@@ -29,7 +29,7 @@ def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
     from sklearn.datasets import load_digits
 
     if config.data_dir:
-        raise OSError("the digits come with scikit-learn, no directory is read")
+        raise OSError(f"--data_dir {config.data_dir}: the digits come with scikit-learn, no directory is read")
     images, targets = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # 1,797 images, grey values 0..16
     targets = torch.tensor(targets, dtype=torch.int64)

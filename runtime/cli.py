@@ -80,9 +80,9 @@ def parse(cls: type, words: list[str]) -> dict:
     for name in NOT_EMPTY:
         if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
-    for name, value in given.items():
-        if isinstance(value, str) and value.startswith("~"):
-            given[name] = os.path.expanduser(value)  # a shell does not, if it is in quotes
+    for name in given:
+        if name.endswith(("_dir", "resume", "checkpoint")):
+            given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
     check_together(given, MONITOR)
     return flatten_join(given)
 
@@ -128,6 +128,8 @@ def read_yaml(text: str) -> dict:
 
 def words_of(cls: type, options: dict) -> list[str]:
     """The options of a YAML file as those of a command line. `null` is the default, or off: see NULL."""
+    if options.get("monitor_mode") == "auto":  # of an older version, for names that end in `loss` or `accuracy`
+        options["monitor_mode"] = "min" if options["monitor"].endswith("loss") else "max"
     defaults = values_of(cls()) | NULL
     words = []
     for name, value in options.items():
@@ -286,8 +288,6 @@ def config_of(cls: type, text: str) -> Any:
     new = [name for name in names if name not in options]
     if new:
         say(f"options that are new in the code take their defaults: {', '.join(new)}")
-    if options.get("monitor_mode") == "auto":  # of an older version, for names that end in `loss` or `accuracy`
-        options["monitor_mode"] = "min" if options["monitor"].endswith("loss") else "max"
     known = {name: value for name, value in options.items() if name in names}
     return replace(defaults, parse(cls, words_of(cls, known)))
 
