@@ -129,7 +129,7 @@ def read_yaml(text: str) -> dict:
 def words_of(cls: type, options: dict) -> list[str]:
     """The options of a YAML file as those of a command line. `null` is the default, or off: see NULL."""
     if options.get("monitor_mode") == "auto":  # of an older version, for names that end in `loss` or `accuracy`
-        options["monitor_mode"] = "min" if options["monitor"].endswith("loss") else "max"
+        options["monitor_mode"] = "min" if str(options.get("monitor")).endswith("loss") else "max"
     defaults = values_of(cls()) | NULL
     words = []
     for name, value in options.items():
