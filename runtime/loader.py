@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def text_of(value: Any) -> str:
         return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.tobytes())}"
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {zlib.crc32(value.tobytes())}"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return str(sorted(text_of(item) for item in value.items()))
     if isinstance(value, (set, frozenset)):
         return str(sorted(text_of(item) for item in value))
