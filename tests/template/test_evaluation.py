@@ -146,7 +146,7 @@ def test_results_may_have_the_names_of_other_fields(tmp_path: Path):
         tmp_path / "program", "values", '{"loss": F.cross_entropy(logits, targets), "split": logits[0, 0]}'
     )
     replace(program, "metrics", '{"precision": accuracy}')
-    call(f"{program}/train.py {SMALL} --epochs 1 --monitor val/loss", tmp_path)
+    call(f"{program}/train.py {SMALL} --epochs 1 --monitor val/loss --monitor_mode min", tmp_path)
     out = call(f"{program}/test.py --accelerator cpu", tmp_path).stdout
     report = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())
     assert (report["precision"], report["split"], report["num_samples"]) == ("32-true", "test", COUNTS["test"])
@@ -179,9 +179,11 @@ def test_the_last_checkpoint_of_a_run_that_goes_on_and_keeps_one(before: str, tm
     (tmp_path / "waits.py").write_text(f"""
 import sys; sys.path.insert(0, {str(REPO)!r})
 import time
-import cli, launch, test
+import test
+from config import TestConfig
+from runtime import cli, evaluation, launch
 
-function, waited = test.{before}, []
+function, waited = evaluation.{before}, []
 
 def wait_until_it_is_gone(path):
     if path.name == "best.ckpt":  # is for a moment the newest, and stays
@@ -191,8 +193,8 @@ def wait_until_it_is_gone(path):
     waited.append(path)
     return function(path)
 
-test.{before} = wait_until_it_is_gone
-launch.run_and_exit(test.main, cli.parse_or_exit(cli.parse_test))
+evaluation.{before} = wait_until_it_is_gone
+launch.run_and_exit(test.main, cli.parse_or_exit(cli.parse_test, TestConfig))
 """)
     process, pids = started(tmp_path, "--num_checkpoint_keep 1")
     first = newest(tmp_path)
@@ -292,11 +294,11 @@ def test_data_that_are_split_at_random_are_split_as_in_the_training(tmp_path: Pa
 
 
 def test_the_batches_are_those_of_a_validation_in_the_training(tmp_path: Path):
-    """Four micro-batches: after out of memory in the training, the evaluation does not run out of it."""
+    """One micro-batch: after out of memory in the training, the evaluation does not run out of it."""
     program = insert_before(tmp_path / "program", "batch", 'print("a batch of", len(batch[1]))')
     call(f"train.py {SMALL} --epochs 1 --micro_batch_size 8", tmp_path)
     printed = call(f"{program}/test.py --accelerator cpu", tmp_path).stdout
-    assert max(map(int, re.findall(r"a batch of (\d+)", printed))) == 32
+    assert max(map(int, re.findall(r"a batch of (\d+)", printed))) == 8
 
 
 def test_a_worker_that_delivers_nothing_ends_the_evaluation(finished: Path, tmp_path: Path):
@@ -311,7 +313,7 @@ def test_a_worker_that_delivers_nothing_ends_the_evaluation(finished: Path, tmp_
         if process.poll() is None:
             kill_group(process)
     assert process.returncode == 1
-    assert error.splitlines()[-2] == "RuntimeError: DataLoader timed out after 3.0 seconds"
+    assert error.splitlines()[-1] == "RuntimeError: DataLoader timed out after 3.0 seconds"
 
 
 def test_a_mistake_in_the_code_of_the_data_is_not_taken_for_a_wrong_data_dir(finished: Path, tmp_path: Path):
@@ -324,7 +326,7 @@ def test_a_data_dir_that_cannot_be_read_is_told_in_one_line(finished: Path, tmp_
     program = insert_before(tmp_path / "program", "digits", 'open(f"{config.data_dir}/test.pt")')
     options = f"--out_dir {finished} --accelerator cpu --data_dir nowhere"
     error = call(f"{program}/test.py {options}", tmp_path, code=2).stderr
-    assert error.startswith("test.py: error: --data_dir nowhere: ") and error.endswith(": 'nowhere/test.pt'\n")
+    assert error.startswith("test.py: error: build_datasets: ") and error.endswith(": 'nowhere/test.pt'\n")
 
 
 # ---- a user's own dataset, from end to end
@@ -462,7 +464,9 @@ def test_evaluations_of_other_splits_and_checkpoints_stay(finished: Path, tmp_pa
         assert (folder / f"predictions_{stem}.pt").is_file()
 
 
-@pytest.mark.parametrize("options", ["--checkpoint_frequency 0", "--limit_val_batches 0 --monitor train/loss"])
+@pytest.mark.parametrize(
+    "options", ["--checkpoint_frequency 0", "--limit_val_batches 0 --monitor train/loss --monitor_mode min"]
+)
 def test_the_next_command_can_be_pasted(options: str, tmp_path: Path):
     """Also where there is no best.ckpt, and the name has a space."""
     root = tmp_path / "my runs"
