@@ -34,9 +34,9 @@ from helpers import (
     wait_for,
     with_recipe,
 )
+from killer import kill_before, remove_what_is_no_run
 from lightning_utilities.core.apply_func import apply_to_collection
-from test_brought import HALVED
-from test_faults import kill_before, remove_what_is_no_run
+from optimizers import HALVED
 
 pytestmark = pytest.mark.recipes
 

@@ -27,7 +27,7 @@ from helpers import (
     wait_for,
     without_locks,
 )
-from test_faults import kill_before
+from killer import kill_before
 
 pytestmark = pytest.mark.recipes
 FORK = "recipes/fork.py"

@@ -40,7 +40,7 @@ from helpers import (
     wait_for,
     with_recipe,
 )
-from test_faults import kill_before
+from killer import kill_before
 
 pytestmark = pytest.mark.recipes
 needs_s3 = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="needs s3fs and moto[server]")

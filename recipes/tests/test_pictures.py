@@ -7,9 +7,20 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from helpers import LONG, SMALL, call, imported, killed_and_resumed, on_one_and_two, run, run_dir, weights, with_recipe
+from helpers import (
+    LONG,
+    SMALL,
+    call,
+    imported,
+    killed_and_resumed,
+    on_one_and_two,
+    read_tensorboard,
+    run,
+    run_dir,
+    weights,
+    with_recipe,
+)
 from PIL import Image
-from test_logging import read_tensorboard
 
 from config import TrainConfig
 from data import build_datasets

@@ -45,6 +45,7 @@ from helpers import (
     is_running,
     kill_group,
     newest,
+    read_tensorboard,
     run,
     run_dir,
     snapshot,
@@ -52,8 +53,8 @@ from helpers import (
     wait_for,
     weights,
 )
-from test_faults import kill_before, remove_what_is_no_run
-from test_logging import read_tensorboard, values, wandb_id, wandb_records
+from killer import kill_before, remove_what_is_no_run
+from test_logging import values, wandb_id, wandb_records
 
 # 60 epochs of 8 steps, saved and logged every second step: 4 seconds of training.
 LONG = (

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from edits import insert_after
-from helpers import PREEMPTED, REPO, SMALL, call, last_summary, newest, run, run_dir, start, wait_for
+from helpers import PREEMPTED, REPO, SMALL, call, last_summary, newest, read_tensorboard, run, run_dir, start, wait_for
 from lightning.fabric import Fabric
 
 from config import TrainConfig
@@ -159,14 +159,6 @@ def test_a_logged_loss_is_the_mean_over_the_steps_since_the_last(csv_only, offli
 
 
 # ---- tensorboard
-
-
-def read_tensorboard(folder: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    board.Reload()
-    return board
 
 
 def test_tensorboard_calls_a_run_by_its_directory(resumed):
