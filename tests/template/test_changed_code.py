@@ -10,7 +10,18 @@ import pytest
 import torch
 import zygote
 from edits import REPO, insert_before, replace
-from helpers import SMALL, call, clean_environment, last_summary, run_dir, weights, without_locks
+from helpers import (
+    ON_2,
+    SMALL,
+    assert_told_by_ranks,
+    call,
+    clean_environment,
+    last_summary,
+    run,
+    run_dir,
+    weights,
+    without_locks,
+)
 from torch import nn
 
 from config import TrainConfig
@@ -53,7 +64,7 @@ def test_an_option_that_cannot_change_is_not_changed_in_config_yaml_either(optio
     path = run_dir(stopped) / "config.yaml"
     path.write_text(re.sub(rf"^{option}: .*", f"{option}: {value}", path.read_text(), flags=re.MULTILINE))
     error = refused(REPO, stopped)
-    old = TrainConfig.__dataclass_fields__[option].default
+    old = getattr(TrainConfig(), option)
     assert f"--{option} is {value}, but was {old} in {run_dir(stopped).name}/checkpoints/step-00000004.ckpt" in error
 
 
@@ -89,17 +100,17 @@ def test_a_tied_parameter_has_one_name():
     assert torch.equal(moments["exp_avg"], optimizer.state[first["encoder"].weight]["exp_avg"])
 
 
-def test_what_an_optimizer_keeps_in_a_group_stays_beside_a_setting_that_has_changed():
+def test_what_an_optimizer_keeps_in_a_group_stays_beside_a_setting_that_is_new():
     """As Prodigy its `d`, which is there from the beginning, or what comes with the first step."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     optimizer, then = described(model, [{"params": layer.parameters(), "d": 9} for layer in model])
     with_steps(model, optimizer)
     for number, group in enumerate(optimizer.param_groups):
         group["d"] = group["later"] = number
-    restored, now = described(model, [{"params": layer.parameters(), "d": 9, "weight_decay": 0.5} for layer in model])
+    restored, now = described(model, [{"params": layer.parameters(), "d": 9, "new": True} for layer in model])
     checkpoints.restore_optimizer(restored, optimizer.state_dict(), now, then)
     assert [(group["d"], group["later"]) for group in restored.param_groups] == [(0, 0), (1, 1)]
-    assert [group["weight_decay"] for group in restored.param_groups] == [0.5, 0.5]
+    assert [group["new"] for group in restored.param_groups] == [True, True]
     for parameter in model.parameters():
         assert torch.equal(restored.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
@@ -137,8 +148,8 @@ def test_another_size_of_a_dataset_is_refused_with_both_numbers(cut: str, words:
     """A step would be another place in another epoch, and the best value one of other samples."""
     insert_before(program, "statistics", cut)
     error = refused(program, stopped)
-    told = f"{words}{run_dir(stopped).name}/checkpoints/step-00000004.ckpt: a resume cannot change it\n"
-    assert error == f"train.py: error: --resume: {told}"
+    place = f"{words}{run_dir(stopped).name}/checkpoints/step-00000004.ckpt"
+    assert re.fullmatch(rf"train.py: error: --resume: {place}; changed since: .*data.py.*: a resume cannot.*\n", error)
 
 
 @pytest.mark.parametrize(
@@ -215,34 +226,17 @@ def test_a_trained_tensor_of_state_that_is_in_no_module_is_refused_before_anythi
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
-def test_a_parameter_with_a_gradient_and_no_optimizer_is_named(program, tmp_path):
-    replace(program, "optimizer", ADAMW.format("[*model.parameters()][1:]"))
-    output = call(f"{program}/train.py {SMALL}", tmp_path).stdout
-    assert output.count("has a gradient") == 1
-    assert "model.layers.0.weight (4, 1, 3, 3) has a gradient, but is in no optimizer of `state`\n" in output
-
-
-def test_a_step_without_gradients_is_told(program, tmp_path):
+@pytest.mark.parametrize("options", ["", ON_2, "--fast_run"])
+def test_a_first_step_without_gradients_is_refused_before_anything_is_written(options: str, program, tmp_path):
     replace(program, "backward", "pass")
-    output = call(f"{program}/train.py {SMALL} --fast_run", tmp_path).stdout
-    assert output.count("no trained parameter has a gradient in the first step: is `fabric.backward` called?\n") == 2
-
-
-GROUPS = '[{"params": [*model.parameters()][:2], "lr": 1e-5}, {"params": [*model.parameters()][2:], "lr": 0.01}]'
-TOLD = "state['optimizer']: groups built with lr 1e-05, 0.01 all have lr"
-
-
-@pytest.mark.parametrize("lr, told", [
-    ("lr", [f"{TOLD} 0.0008; for rates of their own, see lr_factor in train.py"]),
-    ("lr * len(group['params'])", []),
-    ("lr * (step > 1)", []),
-])  # fmt: skip
-def test_learning_rates_that_the_loop_replaces_are_told(lr: str, told: list, program, tmp_path):
-    """As far as a fact shows it: all groups have one rate, and a rate of 0 may be that of a warm-up."""
-    replace(program, "optimizer", ADAMW.format(GROUPS))
-    replace(program, "set lr", f"utils.set_lr(group, {lr})")
-    output = call(f"{program}/train.py {SMALL}", tmp_path).stdout
-    assert [line for line in output.splitlines() if "built with lr" in line] == told
+    how = run if options == ON_2 else call
+    error = how(f"{program}/train.py {SMALL} {options}", tmp_path, code=1).stderr
+    words = "no trained parameter has a gradient in the first step: is `fabric.backward` called?"
+    if options == ON_2:
+        assert_told_by_ranks(error, words)
+    else:
+        assert error == f"train.py: error: {words}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
 def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(program, tmp_path):
@@ -268,7 +262,7 @@ def test_a_resume_without_further_checkpoints_still_keeps_the_best(tmp_path):
 
 def test_a_checkpoint_of_another_version_is_refused_with_the_command_that_goes_on(program, tmp_path):
     """The run has a copy of the code that it was begun with."""
-    replace(program, "format", "FORMAT = 2")
+    replace(program, "format", "FORMAT = 3")
     (tmp_path / "options.yaml").write_text("root_dir: my runs\n")
     call(f"{program}/train.py {CONSTANT} --epochs 1 --config_path options.yaml", tmp_path)
     before = without_locks(tmp_path)
@@ -290,7 +284,7 @@ def test_a_checkpoint_of_another_version_is_refused_with_the_command_that_goes_o
 
 
 def with_null(config: str) -> str:
-    """The text of a config.yaml as the version before wrote it, where `null` was off or the default."""
+    """The text of a config.yaml as an early version wrote it, where `null` was off or the default."""
     off = {"0", "0.0", "''", "none", "auto"}
     names = [name for name, value in re.findall("^(.+): (.+)$", config, re.MULTILINE) if value in off]
     assert {"max_steps", "data_dir", "compile", "checkpoint_frequency", "num_checkpoint_keep"} <= set(names)
@@ -299,19 +293,33 @@ def with_null(config: str) -> str:
     return config
 
 
-def test_a_run_of_the_version_before_means_what_it_meant_and_is_evaluated_as_it_was(tmp_path):
-    options = "--epochs 1 --checkpoint_frequency 0 --num_checkpoint_keep 0"
+def with_auto(config: str) -> str:
+    """As the version before this one wrote it, where the mode followed from the name of what is monitored."""
+    assert re.search("^monitor_mode: (min|max)$", config, re.MULTILINE)
+    return re.sub("^monitor_mode: .*", "monitor_mode: auto", config, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("monitor", ["", "--monitor val/loss --monitor_mode min"])
+@pytest.mark.parametrize("format, as_it_was", [(2, with_null), (3, with_auto)])
+def test_a_run_of_a_version_before_means_what_it_meant_and_is_evaluated_as_it_was(
+    format: int, as_it_was, monitor: str, tmp_path
+):
+    """It is not resumed: by which command it goes on is told in one line."""
+    options = f"--epochs 1 --checkpoint_frequency 0 --num_checkpoint_keep 0 {monitor}"
     call(f"train.py {CONSTANT} {options}", tmp_path)
     test = "test.py --accelerator cpu --checkpoint"
     expected = call(f"{test} last", tmp_path).stdout
     folder = run_dir(tmp_path)
-    config = read_config(folder)
+    config = read_config(TrainConfig, folder)
     (path,) = folder.glob("checkpoints/*")
     saved = torch.load(path, weights_only=True)
-    saved["checkpoint"] |= {"format": 2, "config": with_null(saved["checkpoint"]["config"])}
+    saved["checkpoint"] |= {"format": format, "config": as_it_was(saved["checkpoint"]["config"])}
     torch.save(saved, path)
-    (folder / "config.yaml").write_text(with_null((folder / "config.yaml").read_text()))
-    assert read_config(folder) == config
+    (folder / "config.yaml").write_text(as_it_was((folder / "config.yaml").read_text()))
+    assert read_config(TrainConfig, folder) == config
     assert call(f"{test} last", tmp_path).stdout == expected
     loss = [line for line in expected.splitlines() if line.startswith("loss ")]
     assert loss == [line for line in call(f"{test} {folder}/model.pt", tmp_path).stdout.splitlines() if "loss" in line]
+    (code,) = folder.glob("provenance/code-*")
+    command = f"python {code.relative_to(tmp_path)}/train.py --resume {folder.name}\n"
+    assert refused(REPO, tmp_path).endswith(f"; go on with the run's own copy of the code: {command}")
