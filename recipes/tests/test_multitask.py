@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LONG, call, history, killed_and_resumed, on_one_and_two, run_dir, weights, with_recipe
-from test_evaluation import digits
+from helpers import LONG, call, history, imported, killed_and_resumed, on_one_and_two, run_dir, weights, with_recipe
+from torch import Tensor
 
 pytestmark = pytest.mark.recipes
 NAMES = ["digit_loss", "ink_loss", "loss", "ink_mae"]
@@ -26,7 +27,12 @@ def trained(program: Path, tmp_path_factory) -> tuple[Path, str]:
     return cwd, done.stdout
 
 
-def test_learns_both_and_shows_each_value(trained: tuple[Path, str]):
+def digits(program: Path, split: str) -> tuple[Tensor, Tensor]:
+    dataset = imported(program, "data").build_datasets(SimpleNamespace(data_dir=""))[split]
+    return dataset.images, dataset.targets
+
+
+def test_learns_both_and_shows_each_value(trained: tuple[Path, str], program: Path):
     cwd, printed = trained
     columns = [f"train/{name}" for name in NAMES] + [f"val/{name}" for name in NAMES] + ["val/accuracy"]
     assert columns in [line.split()[2:11] for line in printed.splitlines()]
@@ -35,7 +41,7 @@ def test_learns_both_and_shows_each_value(trained: tuple[Path, str]):
         for part in ("train", "val"):
             assert row[f"{part}/loss"] == pytest.approx(row[f"{part}/digit_loss"] + 0.5 * row[f"{part}/ink_loss"])
     assert rows[-1]["val/accuracy"] > 0.95
-    images = digits()["val"][0]
+    images, _ = digits(program, "val")
     inks = images.sum(dim=(1, 2, 3)) / 8
     assert rows[-1]["val/ink_mae"] < 0.5 * (inks - inks.mean()).abs().mean()  # of the best constant
 
@@ -45,8 +51,8 @@ def test_report_is_what_the_two_heads_say(trained: tuple[Path, str], program: Pa
     call(f"{program}/test.py --out_dir train_out --checkpoint last --accelerator cpu", cwd)
     (path,) = run_dir(cwd).glob("test_*.json")
     results, model = json.loads(path.read_text())["results"], weights(cwd)
-    images, targets = digits()["test"]
-    images = features = images.float()
+    images, targets = digits(program, "test")
+    features = images
     for i, stride in ((0, 1), (2, 2), (4, 2)):
         features = F.gelu(F.conv2d(features, model[f"layers.{i}.weight"], model[f"layers.{i}.bias"], stride, 1))
     digit, ink = (F.linear(features.flatten(1), model[f"{h}.weight"], model[f"{h}.bias"]) for h in ("digit", "ink"))

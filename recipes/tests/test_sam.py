@@ -31,7 +31,7 @@ def test_steps_along_the_gradient_of_the_perturbed_weights(tmp_path: Path):
     replace(program, "values", '{"loss": sum(p.square().sum() for p in model.parameters()) / 2 + 0 * logits.sum()}')
     replace(program, "optimizer", "torch.optim.SGD(model.parameters())")
     options = f"--max_steps 3 --checkpoint_interval 1 --base_lr {LR} --lr_schedule constant --warmup_epochs 0"
-    options = f"{LONG.partition(' --lr_schedule')[0]} {options} --rho {RHO} --monitor val/loss"
+    options = f"{LONG.partition(' --lr_schedule')[0]} {options} --rho {RHO} --monitor val/loss --monitor_mode min"
     call(f"{program}/{options}", tmp_path)
     first, *others = (torch.load(path, weights_only=True)["model"] for path in
                       sorted(run_dir(tmp_path).glob("checkpoints/step-*.ckpt")))  # fmt: skip
