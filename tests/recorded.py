@@ -41,9 +41,9 @@ scandir = os.scandir
 
 
 def checksum(value: Any) -> int | None:
-    """None for what cannot be saved."""
+    """None for what has something else than tensors and plain values."""
     with suppress(Exception):
-        return loader.checksum(apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu()))
+        return loader.checksum(value)
     return None
 
 
@@ -72,6 +72,11 @@ def recorded_loss(model, *arguments, **named):
             checksums = " ".join(str(checksum(value)) for value in values)
             file.write(f"{now['step']} {now['number']} {checksums}\n")
     return compute_loss(model, *arguments, **named)
+
+
+def larger_eval_batches(num_samples: int, batch_size: int, fabric: Any) -> list:
+    """As in a validation whose samples do not divide: some batches have a sample more, so its counts matter."""
+    return loader.eval_batches(num_samples, 4 * batch_size, fabric)
 
 
 def follow(model: nn.Module):
@@ -147,4 +152,5 @@ if __name__ == "__main__":
         os.scandir = Reversed
     train.seeder = recorded_seeder
     train.compute_loss = recorded_loss
+    train.eval_batches = larger_eval_batches
     run_and_exit(train.main, CONFIG)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zygote
-from edits import copy_programs, insert_after, insert_before, replace, with_text
+from edits import POINTS, copy_programs, insert_after, insert_before, replace, with_text
 from helpers import RECIPES, REPO, clean_environment, diffs, edited, with_recipe
 from test_own_options import FIELDS, NESTED, with_fields
 
@@ -337,7 +337,7 @@ def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Pat
     insert_before(
         program,
         "optimizer steps",
-        "mean_loss = 0.9 * mean_loss + 0.1 * loss.item()\nnext(model.parameters()).grad /= mean_loss",
+        "mean_loss = 0.9 * mean_loss + 0.1 * values['loss'].item()\nnext(model.parameters()).grad /= mean_loss",
     )
     assert_fails(
         run_project_tests(program, "same_bits and not elsewhere"),
@@ -360,7 +360,7 @@ def test_it_fails_where_a_mean_of_the_steps_before_is_not_in_state(tmp_path: Pat
 )
 def test_it_fails_where_a_file_of_ones_own_begins_anew(write: str, tmp_path: Path):
     program = insert_before(tmp_path, "loop begins", "losses = []")
-    insert_after(program, "step is done", f"losses.append(loss.item())\n{write}")
+    insert_after(program, "step is done", f"losses.append(values['loss'].item())\n{write}")
     assert_fails(
         run_project_tests(program, "same_files and not elsewhere"),
         "test_a_run_that_was_killed_and_resumed_has_the_same_files",
@@ -410,7 +410,7 @@ def test_it_fails_where_each_process_appends_to_a_file(tmp_path: Path):
 
 def test_it_fails_where_the_gradient_is_scaled_by_the_number_of_processes(tmp_path: Path):
     """Though Adam hides it from the losses."""
-    program = with_text(tmp_path, "train.py", ("fabric.backward(loss)", "fabric.backward(loss * fabric.world_size)"))
+    program = replace(tmp_path, "backward", POINTS["backward"][1].replace("(", "(fabric.world_size * ", 1))
     done = run_project_tests(program, "two_processes_train")
     assert_fails(done, "test_two_processes_train_like_one")
     assert "train/grad_norm of two processes differs by up to 1, " in done.stdout
@@ -425,7 +425,9 @@ def test_it_fails_where_class_numbers_come_from_an_unsorted_folder(names: str, t
     folder = tmp_path / "classes"
     for number in range(10):
         (folder / str(number)).mkdir(parents=True)
-    program = insert_before(tmp_path / "program", "target tensor line", f"folder = {str(folder)!r}\nnames = {names}")
+    program = insert_before(
+        tmp_path / "program", "target tensor line", f"import os\n\nfolder = {str(folder)!r}\nnames = {names}"
+    )
     with_text(program, "data.py", ("torch.tensor(targets,", "torch.tensor([int(names[i]) for i in targets],"))
     done = run_project_tests(program, "same_inputs and elsewhere")
     assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_inputs")
@@ -453,7 +455,7 @@ def test_it_fails_where_an_option_is_not_read_as_it_was_written(tmp_path: Path):
 
 
 def test_it_fails_where_a_mistake_leaves_a_file_behind(tmp_path: Path):
-    program = insert_before(tmp_path, "options", '    Path("config.txt").touch()')
+    program = insert_before(tmp_path, "options", '    open("config.txt", "w").close()')
     assert_fails(run_project_tests(program, "mistake"), "test_a_mistake_is_one_line_and_leaves_nothing_behind")
 
 
