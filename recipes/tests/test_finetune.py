@@ -295,7 +295,7 @@ def test_killed_before_the_first_checkpoint_it_loads_the_weights_again(processes
 
 def test_a_resume_cannot_change_where_the_weights_are_from(program: Path, source: Path, tmp_path: Path):
     call(f"{program}/train.py {STEPS} --weights {source} --lora_rank 2", tmp_path)
-    for option in ("--weights elsewhere", "--lora_rank 3"):
+    for option in ("--weights elsewhere", "--body_lr 0.5", "--lora_rank 3"):
         error = call(f"{program}/train.py --resume auto --epochs 2 {option}", tmp_path, code=2).stderr
         assert f"{option}: a resume cannot change it" in error
 

@@ -38,6 +38,7 @@ def equal(one: dict, other: dict) -> bool:
 def pictures(cwd: Path) -> dict[int, bytes]:
     images = read_tensorboard(run_dir(cwd)).Images("samples")
     assert len(images) == len({image.step for image in images})
+    assert {(image.width, image.height) for image in images} <= {(64, 64)}  # 8 x 8 samples of 8 x 8 pixels
     return {image.step: image.encoded_image_string for image in images}
 
 
