@@ -1,6 +1,7 @@
 """What users bring: optimizers, models and metrics that are made in other ways than those of the template."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from helpers import (
     SMALL,
     assert_same_run,
     assert_same_training,
+    assert_told_by_ranks,
     call,
     history,
     killed_and_resumed,
@@ -84,11 +86,9 @@ def test_a_learning_rate_in_a_tensor_is_that_of_its_group(program: Path, tmp_pat
     with the same bits."""
     as_number = tmp_path / "number"
     as_number.mkdir()
-    replace(program, "set lr", 'utils.set_lr(group, lr * group["lr_factor"])')
     replace(program, "optimizer", f"torch.optim.AdamW({GROUPS}, fused=True)")
     call(f"{program}/train.py {FEW} --epochs 4", as_number)
     of_tensor = tmp_path / "program_of_tensor"
-    replace(of_tensor, "set lr", 'utils.set_lr(group, lr * group["lr_factor"])')
     replace(of_tensor, "optimizer", f"torch.optim.AdamW({GROUPS}, lr=torch.tensor(0.0), fused=True)")
     assert_same_training(resumed(f"{of_tensor}/train.py {FEW}", tmp_path), as_number)
 
@@ -317,7 +317,7 @@ def test_a_number_of_each_rank_is_averaged_over_the_ranks(program: Path, cwd: Pa
     """A number of Python's or NumPy's, or a tensor of one. All ranks have the same best."""
     insert_before(program, "build_metrics", OF_A_RANK)
     replace(program, "metrics", OF_EACH_KIND)
-    insert_after(program, "run is finished", SHOW_BEST)
+    insert_before(program, "run is finished", SHOW_BEST)
     options = "--monitor val/python --monitor_mode max --timeout 60 --logger_name csv"
     out = run(f"{program}/train.py {SMALL} {ON_2} {options}", cwd).stdout
     accuracies = {int(row["step"]): float(row["val/accuracy"]) for row in history(cwd)}
@@ -348,6 +348,30 @@ class RocAuc({METRIC}):
 
 
 """
+
+
+NAMED_BY_RANK = f"""
+class Named({METRIC}):
+    def update(self, logits, targets):
+        pass
+
+    def compute(self):
+        rank = __import__("os").environ.get("LOCAL_RANK", "0")
+        return {{f"of_{{rank}}": 1.0, "both": 2.0, "each": torch.ones(3)}}
+
+
+"""
+
+
+def test_scores_that_have_other_names_on_another_rank_are_refused(program: Path, cwd: Path):
+    """Instead of a wait for a sum of another size."""
+    insert_before(program, "build_metrics", NAMED_BY_RANK)
+    replace(program, "metrics", '{"accuracy": accuracy, "named": Named()}')
+    error = run(f"{program}/train.py {SMALL} {ON_2} --timeout 60", cwd, code=1).stderr
+    names = f"accuracy, both, of_1 on rank 1 ({os.uname().nodename}), accuracy, both, of_0 on rank 0"
+    words = f"compute_loss and metrics must give the same names on all ranks: names of the values: {names}"
+    assert_told_by_ranks(error, words)
+    assert list(cwd.iterdir()) == []
 
 
 def test_a_score_that_is_no_mean_is_that_of_all_samples_if_its_states_are_gathered(program: Path, cwd: Path):
@@ -438,5 +462,14 @@ def test_any_result_is_written_as_json(program: Path, cwd: Path):
         "object": "Identity()",
         "7": 8.0,
     }
-    for path in run_dir(cwd).glob("*.json"):
-        json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_what_is_not_finite_is_null_in_the_summary(program: Path, cwd: Path):
+    """Which sweeps and pages read, too: JSON has no NaN and no infinity."""
+    replace(program, "values", '{"loss": F.cross_entropy(logits, targets), "ratio": math.nan, "margin": -math.inf}')
+    call(f"{program}/train.py {SMALL} --epochs 1 --monitor val/ratio --monitor_mode max", cwd)
+    text = (run_dir(cwd) / "summary.json").read_text()
+    summary = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    last = {name: summary["last"][name] for name in ("train/ratio", "train/margin", "val/ratio", "val/margin")}
+    assert (set(last.values()), summary["best"]) == ({None}, None)
+    assert {row["val/margin"] for row in history(cwd)} == {"-inf"}

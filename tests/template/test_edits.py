@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import insert_after, insert_before, replace
+from edits import POINTS, insert_before, replace
 from helpers import (
     ON_2,
     SMALL,
@@ -87,7 +87,7 @@ def test_a_dataset_that_draws_random_numbers_leaves_the_weights_to_the_seed(prog
 def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(path: str, program: Path, cwd: Path):
     insert_before(program, "digits", f"open({path})")
     error = call(f"{program}/train.py {SMALL}", cwd, code=2).stderr
-    assert error.startswith("train.py: error: --data_dir '': ") and error.endswith("train.pt'\n")
+    assert error.startswith("train.py: error: build_datasets: ") and error.endswith("train.pt'\n")
     assert error.count("\n") == 1
 
 
@@ -129,7 +129,7 @@ def assert_traceback(error: str, program: Path, place: str, words: str | tuple) 
     assert [line for line in frames if line.startswith(f'  File "{program}/')] and place in "\n".join(frames), error
 
 
-@pytest.mark.parametrize("options", ["", "--limit_val_batches 0 --monitor train/loss"])
+@pytest.mark.parametrize("options", ["", "--limit_val_batches 0 --monitor train/loss --monitor_mode min"])
 @pytest.mark.parametrize(
     "point, text, place, words",
     [
@@ -191,12 +191,10 @@ def with_datasets(program: Path, change: str) -> None:
     [
         ("del found['val']", 'val_set = datasets["val"]', "KeyError: 'val'"),
         ("del found['train']", 'train_set = datasets["train"]', "KeyError: 'train'"),
-        ("found = None", 'train_set = datasets["train"]', "TypeError: 'NoneType' object is not subscriptable"),
-        ("found['train'] = []", "image, _ = dataset[0]", "IndexError: "),
-        ("found['train'] = torch.utils.data.ChainDataset([])", "image, _ = dataset[0]", "NotImplementedError: "),
+        ("found = None", "datasets.items()", "AttributeError: 'NoneType' object has no attribute 'items'"),
         (
             "found['train'] = WithoutLength(found['train'])",
-            "len(train_set)",
+            "len(dataset)",
             "TypeError: object of type 'WithoutLength' has no len()",
         ),
     ],
@@ -205,6 +203,14 @@ def test_datasets_that_are_missing_or_empty_are_told(change: str, place: str, wo
     with_datasets(program, change)
     error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
     assert_traceback(error, program, place, words)
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize("empty", ["[]", "torch.utils.data.ChainDataset([])"])
+def test_a_training_set_without_samples_is_told_in_one_line(empty: str, program: Path, cwd: Path):
+    with_datasets(program, f"found['train'] = {empty}")
+    error = call(f"{program}/train.py {SMALL}", cwd, code=2).stderr
+    assert error == "train.py: error: --effective_batch_size 64: there are only 0 training samples\n"
     assert list(cwd.iterdir()) == []
 
 
@@ -291,14 +297,14 @@ def fails_backward(program: Path) -> Path:
     return replace(program, "values", '{"loss": FailsBackward.apply(F.cross_entropy(logits, targets))}')
 
 
-NO_VALIDATION = "--limit_val_batches 0 --monitor train/loss"
+NO_VALIDATION = "--limit_val_batches 0 --monitor train/loss --monitor_mode min"
 
 
 @pytest.mark.parametrize("options", ["", NO_VALIDATION, "--micro_batch_size 16"])
 def test_a_backward_pass_mistake_leaves_nothing_behind(options: str, fails_backward: Path, cwd: Path):
     """The first step makes the run directory after its backward passes."""
     error = call(f"{fails_backward}/train.py {SMALL} {options}", cwd, code=1).stderr
-    assert_traceback(error, fails_backward, "fabric.backward(loss)", "ZeroDivisionError: in the backward pass")
+    assert_traceback(error, fails_backward, POINTS["backward"][1], "ZeroDivisionError: in the backward pass")
     assert 'raise ZeroDivisionError("in the backward pass")' in error
     assert list(cwd.iterdir()) == []
 
@@ -325,11 +331,21 @@ def test_a_wholly_frozen_model_is_told_in_one_line(options: str, program: Path, 
     assert list(cwd.iterdir()) == []
 
 
-def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode(program: Path, cwd: Path):
-    """As pretrained ones do. A validation ends with the mode of training; here is none."""
+@pytest.mark.parametrize("options", ["", NO_VALIDATION, ON_2])
+def test_a_model_that_comes_in_evaluation_mode_is_refused(options: str, program: Path, cwd: Path):
+    """As pretrained ones do: it would be trained without dropout."""
     insert_before(program, "set up model", "model.eval()")
-    insert_after(program, "batch", "assert model.training and model.module.training")
-    call(f"{program}/train.py {SMALL} --epochs 1 {NO_VALIDATION}", cwd)
+    error = (run if options == ON_2 else call)(f"{program}/train.py {SMALL} {options}", cwd, code=1).stderr
+    words = "build_model: the model is in evaluation mode: return model.train()"
+    if options == ON_2:
+        assert_told_by_ranks(error, words)
+    else:
+        assert error == f"train.py: error: {words}\n"
+    assert list(cwd.iterdir()) == []
+    call(f"train.py {SMALL} --epochs 1", cwd)
+    before = without_locks(cwd)
+    assert words in call(f"{program}/train.py --resume auto --epochs 2", cwd, code=1).stderr
+    assert without_locks(cwd) == before
 
 
 VALIDATED_IN_EVALUATION_MODE = """
