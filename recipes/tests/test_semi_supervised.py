@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from edits import with_text
 from helpers import (
     LONG,
     ON_2,
@@ -85,9 +86,8 @@ def test_the_loss_is_that_of_the_paper(fixmatch: ModuleType):
 def test_each_class_has_few_labels_and_the_others_are_not_used(program: Path, tmp_path: Path):
     """With other labels of the unlabelled images, all bits are the same. Other seeds have other labelled images."""
     other = Path(shutil.copytree(program, tmp_path / "program"))
-    path, line = other / "data.py", '"unlabelled": ImageDataset(images[train], targets[train],'
-    assert path.read_text().count(line) == 1
-    path.write_text(path.read_text().replace(line, line.replace("targets[train],", "9 - targets[train],")))
+    line = '"unlabelled": ImageDataset(images[train], targets[train],'
+    with_text(other, "data.py", (line, line.replace("targets[train],", "9 - targets[train],")))
     for folder, name in ((program, "one"), (other, "two")):
         (tmp_path / name).mkdir()
         call(f"{folder}/{SHORT} --max_steps 6", tmp_path / name)
@@ -132,8 +132,8 @@ class Noise(torch.utils.data.Dataset):
 def test_the_streams_draw_different_samples_and_random_numbers(fixmatch: ModuleType):
     with ExitStack() as resources:
         first, second = streams(fixmatch, Noise(), resources)
-        ours = list(islice(first.batches_from(0), 40))
-        theirs = list(islice(second.batches_from(0), 40))
+        ours = list(islice(first.epochs_from(0), 40))
+        theirs = list(islice(second.epochs_from(0), 40))
     assert {len(indices) for indices, _ in ours} == {4} and {len(indices) for indices, _ in theirs} == {12}
     assert ours[0][0].tolist() != theirs[0][0][:4].tolist()
     drawn = [{value for _, noise in batches for value in noise.tolist()} for batches in (ours, theirs)]
@@ -144,8 +144,8 @@ def test_the_second_stream_has_epochs_of_its_own(fixmatch: ModuleType):
     """Of 100 samples, 24 in a step: 4 steps, in which each comes at most once. A resume goes on in the middle."""
     with ExitStack() as resources:
         _, second = streams(fixmatch, Noise(), resources, limit_train_batches=2)
-        whole = [indices.tolist() for indices, _ in islice(second.batches_from(0), 24)]
-        resumed = [indices.tolist() for indices, _ in islice(second.batches_from(6), 12)]
+        whole = [indices.tolist() for indices, _ in islice(second.epochs_from(0), 24)]
+        resumed = [indices.tolist() for indices, _ in islice(second.epochs_from(6), 12)]
     epochs = [sum(whole[first : first + 8], []) for first in (0, 8, 16)]
     assert [len(set(epoch)) for epoch in epochs] == [96, 96, 96] and epochs[0] != epochs[1]
     assert set(sum(epochs, [])) == set(range(100))
@@ -186,3 +186,20 @@ def test_a_resume_cannot_change_the_ratio(program: Path, tmp_path: Path):
     call(f"{program}/{SHORT} --max_steps 2", tmp_path)
     error = call(f"{program}/train.py --resume auto --max_steps 4 --unlabelled_ratio 3", tmp_path, code=2).stderr
     assert "--unlabelled_ratio 3: a resume cannot change it" in error
+
+
+@pytest.mark.parametrize(
+    "images, code, told",
+    [
+        ("images[train[1:]], targets[train[1:]]", 2, "the number of unlabelled samples is 1216, but was 1217"),
+        ("-images[train], targets[train]", 0, "the unlabelled samples have changed"),
+    ],
+)
+def test_a_resume_tells_other_unlabelled_images(images: str, code: int, told: str, program: Path, tmp_path: Path):
+    """Another number of them is refused."""
+    other = Path(shutil.copytree(program, tmp_path / "program"))
+    (tmp_path / "cwd").mkdir()
+    call(f"{other}/{SHORT} --max_steps 2", tmp_path / "cwd")
+    with_text(other, "data.py", ("images[train], targets[train]", images))
+    done = call(f"{other}/train.py --resume auto --max_steps 4", tmp_path / "cwd", code)
+    assert told in done.stdout + done.stderr
