@@ -26,8 +26,8 @@ PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkp
 # What a checkpoint or summary.json has by itself.
 RESERVED = ("checkpoint", "last", "micro_batch_size", "parameters", "precision", "seconds", "state")
 # Settings of a parameter group that may differ on a resume: how a step is computed, and what schedulers set.
-NOT_COMPARED = {"fused", "foreach", "capturable", "lr", "initial_lr", "max_lr", "min_lr"}
-NOT_COMPARED |= {"base_momentum", "max_momentum"}
+AS_BUILT = {"fused", "foreach", "capturable"}
+NOT_COMPARED = AS_BUILT | {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 # ---- files
 
@@ -332,10 +332,13 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
             f"other parameters than in the checkpoint: {others}" if others else "them in another order or other groups"
         )
         raise ValueError(f"an optimizer trains {what}")
+    for new, old in zip(now["settings"], then["settings"], strict=True):
+        for name in new.keys() & old.keys():
+            if new[name] != old[name]:
+                raise ValueError(f"an optimizer has {name} {new[name]}, but {old[name]} in the checkpoint")
+    built = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(saved)
-    for group, new, old in zip(optimizer.param_groups, now["settings"], then["settings"], strict=True):
-        for name, value in new.items():
-            if old.get(name, value) != value:
-                raise ValueError(f"an optimizer has {name} {value}, but {old[name]} in the checkpoint")
-            group.setdefault(name, value)  # of a setting that the code has since then
+    for group, before in zip(optimizer.param_groups, built, strict=True):
+        for name in (before.keys() & AS_BUILT) | (before.keys() - group.keys()):  # the latter are new in the code
+            group[name] = before[name]
     optimizer.load_state_dict(optimizer.state_dict())  # the steps of one that is fused now go to its device

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ class Console:
 class CSVLogger:
     """Writes a row per logged step to metrics.csv. Fabric's CSVLogger would delete the file of a resumed run."""
 
-    def __init__(self, run_dir: Path, last_step: int):
+    def __init__(self, run_dir: Path, last_step: int, config: Any):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
         rows: list = []
@@ -199,7 +198,7 @@ class TensorBoardLogger:
     """Writes event files, in the run directory itself: TensorBoard calls a run by the path of their directory. It
     groups values by the part of the name before the slash."""
 
-    def __init__(self, run_dir: Path, last_step: int):
+    def __init__(self, run_dir: Path, last_step: int, config: Any):
         from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir = run_dir
@@ -226,7 +225,7 @@ class WandbLogger:
     run: two runs of one name stay apart. wandb ignores steps that it already has. Its first error is printed, and the
     run goes on: a signal to all processes also ends wandb's process, and the run must still be saved."""
 
-    def __init__(self, run_dir: Path, config: Any):
+    def __init__(self, run_dir: Path, last_step: int, config: Any):
         import wandb
 
         has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
@@ -270,19 +269,7 @@ def sync(path: Path):
         os.fsync(file.fileno())
 
 
-def open_loggers(run_dir: Path, last_step: int, config: Any, resources: ExitStack) -> list:
-    """The loggers of config.logger_name. They are closed with the resources."""
-    loggers: list = []
-    if "csv" in config.logger_name:
-        loggers.append(CSVLogger(run_dir, last_step))
-    if "tensorboard" in config.logger_name:
-        loggers.append(TensorBoardLogger(run_dir, last_step))
-    if "wandb" in config.logger_name:
-        loggers.append(WandbLogger(run_dir, config))
-    # Append any logger of Fabric or Lightning here, as recipes/README.md shows.
-    for logger in loggers:
-        resources.push(partial(finalize, logger))
-    return loggers
+LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}  # of --logger_name
 
 
 def finalize(logger: Any, kind, error: BaseException | None, trace):

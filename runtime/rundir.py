@@ -45,7 +45,7 @@ from runtime.launch import (
     launch,
 )
 from runtime.loader import fingerprint
-from runtime.loggers import Console, header, open_loggers, scalars_of
+from runtime.loggers import LOGGERS, Console, finalize, header, scalars_of
 from runtime.meters import parameters_of
 from runtime.options import fixed_options
 
@@ -106,6 +106,7 @@ class RunDir:
         self.fabric = fabric
         self.config = config
         self.resources = resources
+        self.files = resources  # closes the files of the run
         self.path: Any = None  # until `start` of a new run; Any, since most methods are called after it
         self.saved: dict = {}  # the checkpoint to resume from
         self.micro_batch_size = 0
@@ -159,6 +160,8 @@ class RunDir:
         if self.saved:
             self.compare(self.saved["checkpoint"])
         self.must_stop = StopSignals(self.config.timeout, self.resources).must_stop  # all ranks call it once per step
+        # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
+        self.files = self.resources.enter_context(ExitStack())
         return datasets
 
     def compare(self, about: dict):
@@ -183,7 +186,7 @@ class RunDir:
 
     def take_lock(self):
         # A POSIX lock ends with this process. A lock of flock would stay with the data workers.
-        lock = self.resources.enter_context(open(self.path / ".lock", "a"))  # noqa: SIM115
+        lock = self.files.enter_context(open(self.path / ".lock", "a"))  # noqa: SIM115
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,8 +209,6 @@ class RunDir:
             RunError: The state could be saved, but not restored; or the run is to become longer without a checkpoint.
         """
         self.plan = plan
-        # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
-        self.logs = self.resources.enter_context(ExitStack())
         checkpoints.check_state(state)
         precision = self.fabric.strategy.precision
         state["precision"] = precision
@@ -257,12 +258,14 @@ class RunDir:
         fabric = self.fabric
         config = self.config
         plan = self.plan
-        self.console = Console(fabric.is_global_zero, self.state["step"], plan.total_steps, config.monitor, self.logs)
+        self.console = Console(fabric.is_global_zero, self.state["step"], plan.total_steps, config.monitor, self.files)
         for line in header(fabric, config, plan, model.module, self.summary["parameters"]):
             self.console.print(line)
         for part, found in self.fingerprints.items():
             if found is None:
                 self.console.print(f"the {part} samples have no fingerprint: a resume cannot tell if they have changed")
+        for line in self.changes:
+            self.console.print(line)
 
     # ---- in the first step of a process
 
@@ -342,16 +345,21 @@ class RunDir:
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, self.fabric)
-        self.logs.push(self.close)
+        self.files.push(self.close)
         self.console.open_log(self.path)
-        lines = [f"run directory {self.path}"]
-        if self.origin:
-            lines.append(f"resumed from {self.origin}")
-        if self.config.fast_run:  # the directory is soon gone
-            lines = []
-        for line in [*lines, *self.changes]:
-            self.console.print(line)
-        self.loggers = open_loggers(self.path, self.state["step"], self.config, self.logs)
+        if not self.config.fast_run:  # the directory is soon gone
+            self.console.print(f"run directory {self.path}")
+            if self.origin:
+                self.console.print(f"resumed from {self.origin}")
+        for name in self.config.logger_name:
+            self.add_logger(partial(LOGGERS[name], self.path, self.state["step"], self.config))
+
+    def add_logger(self, make: Callable):
+        """Adds the logger make() on rank 0, once there is a run directory: one that has the methods of Fabric's."""
+        if self.fabric.is_global_zero:
+            logger = make()
+            self.loggers.append(logger)
+            self.files.push(partial(finalize, logger))
 
     def write_config(self):
         with atomically(self.path / "config.yaml") as file:
