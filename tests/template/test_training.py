@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from edits import copy_programs, insert_after, insert_before, replace, with_text
+from edits import copy_programs, insert_after, insert_before, replace
 from helpers import (
     LONG,
     ON_2,
@@ -33,13 +33,12 @@ from helpers import (
 from lightning.fabric import Fabric
 
 import train
-import utils
 from config import TrainConfig
-from runtime import launch
+from runtime import launch, meters
 
 BIN = sysconfig.get_path("scripts")
 ALL_STEPS = f"{SMALL} --log_interval 1"
-NOTHING_RANDOM = f"{ALL_STEPS} --dropout 0 --limit_val_batches 1.0 --monitor val/loss"
+NOTHING_RANDOM = f"{ALL_STEPS} --dropout 0 --limit_val_batches 1.0 --monitor val/loss --monitor_mode min"
 SQRT = "--lr_schedule constant --base_batch_size 16 --lr_scaling_rule sqrt"
 CONSTANT = "--lr_schedule constant --base_batch_size 16 --lr_scaling_rule none"
 MICRO_32 = f"{ALL_STEPS} --micro_batch_size 32 {CONSTANT}"
@@ -66,13 +65,14 @@ RUNS = {
     "early": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 2",
     "earlier": f"train.py {ALL_STEPS} --base_lr 1e-12 --base_batch_size 32 --early_stopping_patience 1 "
     "--checkpoint_frequency 100",
-    "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --checkpoint_frequency 0 --summary",
+    "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --monitor_mode min --checkpoint_frequency 0 "
+    "--summary",
     "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 3",  # it has two epochs
     "steps": f"train.py {SMALL} --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
     "--checkpoint_interval 4 --num_checkpoint_keep 0",
     "fractions": f"train.py {SMALL} --epochs 2.5 --warmup_epochs 0.5 --val_frequency 0.5 --checkpoint_frequency 0.75 "
     "--num_checkpoint_keep 0 --log_interval 1",
-    "train loss": f"train.py {SMALL} --limit_train_batches 8 --log_per_epoch 4 --monitor train/loss",
+    "train loss": f"train.py {SMALL} --limit_train_batches 8 --log_per_epoch 4 --monitor train/loss --monitor_mode min",
     "diverges": f"train.py {DIVERGE}",
     "diverges on 2": f"train.py {DIVERGE} {ON_2}",
     "diverges unseen": f"train.py {DIVERGE} --log_interval 20 --val_interval 20",
@@ -171,6 +171,8 @@ DP = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch, train
+from config import TrainConfig
+from runtime import rundir
 from runtime.launch import build_fabric
 from runtime.cli import parse_train
 from lightning.fabric import Fabric
@@ -178,8 +180,8 @@ from lightning.fabric.strategies import DataParallelStrategy
 
 strategy = DataParallelStrategy(parallel_devices=[torch.device("cpu")])
 fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-train.build_fabric = lambda config: build_fabric(config) and fabric
-sys.exit(train.main(parse_train(sys.argv[1:])))
+rundir.build_fabric = lambda config: build_fabric(config) and fabric
+sys.exit(train.main(parse_train(TrainConfig, sys.argv[1:])))
 """
 
 
@@ -307,7 +309,7 @@ def test_what_is_not_part_of_each_step_is_not_in_its_time(owner, name: str, monk
         late[0] += 1e6
         return function(*args, **options)
 
-    monkeypatch.setattr(utils, "time", SimpleNamespace(perf_counter=lambda: clock() + late[0]))
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: clock() + late[0]))
     monkeypatch.setattr(owner, name, takes_long)
     train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=6, log_interval=2,
                            val_interval=2, checkpoint_interval=3, logger_name=("csv",)))  # fmt: skip
@@ -320,7 +322,9 @@ COUNTS = """
 import itertools
 import types
 
-utils.time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+from runtime import meters
+
+meters.time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
 
 
 """
@@ -337,11 +341,11 @@ def test_the_samples_of_all_processes_count(tmp_path):
 
 def test_the_means_of_many_steps_take_little_memory():
     """A sum for each name, else an epoch of a million steps would keep a million values."""
-    means = utils.Means(Fabric(accelerator="cpu", devices=1))
+    means = meters.Means(Fabric(accelerator="cpu", devices=1))
     for number in range(1001):
-        means.add({"loss": torch.tensor(float(number)), "number": number}, weight=3)
+        means.add({"loss": torch.tensor(float(number), requires_grad=True), "number": number}, weight=3)
     assert [total.numel() for total in means.sums.values()] == [1, 1]
-    assert means.take({"grad_norm": torch.tensor(2.0)}) == {"loss": 500.0, "number": 500.0, "grad_norm": 2.0}
+    assert means.take() == {"loss": 500.0, "number": 500.0}
     assert means.sums == {}
 
 
@@ -402,7 +406,7 @@ def test_denormal_numbers_are_zero_on_a_cpu():
 
     assert denormal() > 0
     try:
-        train.build_fabric(TrainConfig(accelerator="cpu"))
+        launch.build_fabric(TrainConfig(accelerator="cpu"))
         assert denormal() == 0
     finally:
         torch.set_flush_denormal(False)
@@ -526,7 +530,8 @@ def test_patience_counts_the_validations_since_the_best_one(tmp_path):
     program = insert_before(tmp_path / "program", "functions", "FIGURES = iter([0, 1, 0, 0, 2, 0, 0, 0, 9])\n\n\n")
     loss = '{"loss": F.cross_entropy(logits, targets), "figure": 0 if model.training else next(FIGURES)}'
     replace(program, "values", loss)
-    options = f"{SMALL} --epochs 8 --monitor val/figure --monitor_mode max --early_stopping_patience 3"
+    options = f"{SMALL} --epochs 8 --limit_val_batches 1 --monitor val/figure --monitor_mode max"
+    options += " --early_stopping_patience 3"
     printed = call(f"{program}/train.py {options}", tmp_path).stdout
     assert "finished after 28 of 32 steps, best val/figure 2 at step 16" in printed
 
@@ -534,13 +539,14 @@ def test_patience_counts_the_validations_since_the_best_one(tmp_path):
 # ---- debugging
 
 
-def test_a_fast_run_stops_and_goes_on_and_leaves_nothing(runs):
+def test_a_fast_run_is_a_run_and_its_resume_and_leaves_nothing(runs):
     done = runs("fast")
     assert re.findall(r"^(stopped|finished) after (\d of \d) steps", done.out, re.MULTILINE) == [
-        ("stopped", "2 of 4"),
+        ("finished", "2 of 2"),
         ("finished", "4 of 4"),
     ]
-    assert "run directory" not in done.out and done.out.endswith("next: the same without --fast_run\n")
+    assert done.out.endswith("\n--fast_run: a run and its resume went well, and leave nothing behind\n")
+    assert not re.search("run directory|resumed from|next:|fast_run-", done.out)
     assert list(done.cwd.iterdir()) == []
 
 
@@ -607,32 +613,25 @@ def test_a_loss_that_is_not_finite_names_no_script_or_run_that_is_not_there(opti
 # ---- training and evaluation mode
 
 
-def test_a_module_whose_mode_has_changed_since_it_was_built_is_named(tmp_path):
-    """Here by the loop's `model.train()`. What is in it is not named again."""
+def test_parts_of_the_model_that_are_in_evaluation_mode_are_named_in_the_header_and_stay_in_it(tmp_path):
+    """As what is frozen: its batch norm keeps its figures. A validation leaves each module in its mode."""
     part = "nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)).eval(),\n"
     program = replace(tmp_path / "program", "first layer", part)
-    printed = call(f"{program}/train.py {SMALL} --max_steps 1", tmp_path).stdout
-    assert re.findall(".* mode .*", printed) == ["in training mode since they were built: model.layers.0"]
-
-
-def test_a_module_that_a_validation_leaves_in_another_mode_is_named(tmp_path):
-    program = insert_after(tmp_path / "program", "set-up is done", "target = build_model(config, train_set)")
-    insert_after(program, "state", '"target": target,')
-    insert_before(program, "loop begins", "target.eval()  # for a validation of its own")
-    printed = call(f"{program}/train.py {SMALL} --max_steps 1", tmp_path).stdout
-    assert re.findall(".* mode .*", printed) == ["in evaluation mode since they were built: target"]
-
-
-def test_a_validation_leaves_each_module_in_its_mode(tmp_path):
-    """Also a part of the model that was frozen."""
-    program = with_text(
-        tmp_path / "program",
-        "train.py",
-        ("    model.train()\n", "    model.train()\n    model.module.layers[7].eval()\n"),
-    )
-    insert_after(program, "learning rate", "assert model.training and not model.module.layers[7].training")
+    insert_after(program, "learning rate", "assert model.training and not model.module.layers[0][1].training")
     printed = call(f"{program}/train.py {SMALL} --max_steps 4 --val_interval 1", tmp_path).stdout
-    assert "finished after 4 of 4" in printed
+    assert re.findall(".* mode.*", printed) == ["in evaluation mode: layers.0, layers.0.0, layers.0.1"]
+    saved = weights(Run("", "", tmp_path))
+    assert saved["layers.0.1.num_batches_tracked"] == 0 and saved["layers.0.1.running_var"].eq(1).all()
+
+
+@pytest.mark.parametrize("compile", ["", "--compile"])
+def test_of_many_parts_in_evaluation_mode_some_are_named(compile: str, monkeypatch, tmp_path):
+    """By their names in the model, compiled or not. The compiler leaves the model as it is here."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda model, inputs, **options: model)
+    torch.compiler.reset()
+    program = insert_before(tmp_path / "program", "set up model", "for layer in model.layers[:4]: layer.eval()")
+    printed = call(f"{program}/train.py {SMALL} --max_steps 1 {compile}", tmp_path).stdout
+    assert re.findall(".* mode.*", printed) == ["in evaluation mode: layers.0, layers.1, layers.2 and 1 more"]
 
 
 # ---- output
