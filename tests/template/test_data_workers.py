@@ -27,13 +27,13 @@ def test_a_data_worker_that_dies_or_freezes_ends_the_run_in_the_words_of_torch(s
     process, pids = started(tmp_path, "--num_workers 1 --timeout 15")
     for worker in pids[1:]:
         os.kill(worker, signal_number)
-    error, *notes = end_of(process, pids)[-2 if signal_number == signal.SIGKILL else -3 :]
+    error, note = end_of(process, pids)[-2:]
     assert process.returncode == 1
     if signal_number == signal.SIGKILL:
         assert re.match(r"RuntimeError: DataLoader worker \(pid.* \d+\) (is killed by signal: Killed|exited)", error)
     else:
-        assert error == "RuntimeError: DataLoader timed out after 15.0 seconds" and notes.pop().endswith("it hangs")
-    assert notes == [how_to_go_on(tmp_path)]
+        assert error == "RuntimeError: DataLoader timed out after 15.0 seconds"
+    assert note == how_to_go_on(tmp_path)
     assert last_summary(tmp_path)["state"] == "failed"
     assert_whole_checkpoints(tmp_path)
 
@@ -45,15 +45,14 @@ if len(indices) > 1:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
-def test_a_small_dev_shm_is_told_by_the_data_worker_and_named_in_the_last_line(tmp_path):
+def test_a_small_dev_shm_is_told_by_the_data_worker(tmp_path):
     """As in a container."""
     program = insert_before(tmp_path / "program", "fetch", BIG)
     command = f"{sys.executable} {program}/train.py {SMALL} --num_workers 1 --timeout 5"
     script = f"mount -t tmpfs -o size=16m tmpfs /dev/shm && exec {command}"
     (tmp_path / "train.sh").write_text(f"exec unshare --mount bash -c '{script}'\n")
     error = run(f"{tmp_path}/train.sh", tmp_path, code=1).stderr
-    assert "No space left on device" in error and error.splitlines()[-2].endswith("timed out after 5.0 seconds")
-    assert "its message is above: /dev/shm may be full" in error.splitlines()[-1]
+    assert "No space left on device" in error and error.splitlines()[-1].endswith("timed out after 5.0 seconds")
     assert not [*tmp_path.glob("*train_out")]
 
 

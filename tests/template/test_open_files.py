@@ -139,7 +139,9 @@ def test_a_file_that_is_written_keeps_one_position_for_all(tmp_path: Path):
 def test_lines_that_data_workers_print_into_a_file_are_whole(tmp_path: Path):
     """As of `train.py > log`; those of the run are all there, too."""
     told = """
-        self.told = getattr(self, "told", 0) + 1
+        import os
+
+        ImageDataset.told = getattr(self, "told", 0) + 1
         print(f"{os.getpid()} fetches {self.told}", flush=True)
     """
     program = insert_before(tmp_path / "program", "fetch", told)
