@@ -7,13 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from edits import copy_programs, replace
+from edits import POINTS, apply, copy_programs, replace
 from helpers import REPO, call
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
-*_, MERGE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+*_, MERGE, RESTORE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 OWN = re.search(r"`(git diff .+?)`", PAGE)[1]
 CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
+PROJECT_TESTS = ("tests/recorded.py", "tests/test_project.py", "tests/zygote.py")
+BEFORE = "2b78df0"  # the last version with eleven Python files side by side
 
 
 def edit_optimizer(folder: Path) -> Path:
@@ -130,3 +132,104 @@ def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Pa
     assert (project / "train.py").read_text() == before
     shell(MERGE, project)
     assert_both_edits_train(project)
+
+
+# ---- real versions
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory) -> Path:
+    """A repository with the history of this one. Its last commit has the files as they are now."""
+    if subprocess.run(["git", "cat-file", "-e", f"{BEFORE}^{{commit}}"], cwd=REPO, capture_output=True).returncode:
+        pytest.skip(f"this checkout has no history back to {BEFORE}")
+    folder = tmp_path_factory.mktemp("versions") / "template"
+    shell(f"git clone --quiet --no-local '{REPO}' '{folder}'; cd '{folder}'; git checkout --quiet -B main", REPO)
+    shell("git rm -r --quiet .", folder)
+    for name in shell("git ls-files --cached --others --exclude-standard", REPO).splitlines():
+        if (REPO / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, folder / name)
+    commit(folder, "this version")
+    return folder
+
+
+def edited_copy(versions: Path, version: str, folder: Path, deletes: bool) -> Path:
+    """A copy of a version of the template with all edits of its README.md; `deletes`: and without what its README.md
+    deletes."""
+    clone = CLONE.replace("URL", str(versions))
+    project = Path(shell(f"{clone}; git reset --quiet --hard {version}; pwd", folder).splitlines()[-1])
+    page = (project / "README.md").read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(diffs) > 3
+    apply("".join(diffs), project)
+    if deletes:
+        (command,) = re.findall(r"^rm -r .+$", page, re.MULTILINE)
+        shell(command, project)
+        (project / "README.md").write_text("mine\n")
+    commit(project, "my project")
+    return project
+
+
+def assert_edits_are_there_and_train(project: Path) -> None:
+    """And nothing else is the project's own."""
+    added = re.findall(r"^\+(?!\+)(.*)", shell(OWN, project), re.MULTILINE)
+    for edit in ("torch.optim.SGD", "MulticlassF1Score", "label_smoothing", '"mine"', "config.noise", "noise: float"):
+        assert any(edit in line for line in added), edit
+    assert len(added) < 20
+    assert sorted(path.name for path in project.glob("*.py")) == sorted(path.name for path in REPO.glob("*.py"))
+    done = call(f"{project}/train.py --accelerator cpu --fast_run", project)
+    assert "train/cross_entropy" in done.stdout and "val/f1" in done.stdout
+    assert "finished after 4 of 4 steps" in done.stdout
+
+
+def test_a_copy_of_the_version_before_follows_without_a_conflict(versions: Path, tmp_path: Path):
+    """Though most of its files have moved. An edit of a file that has moved is kept, until it is restored."""
+    project = edited_copy(versions, BEFORE, tmp_path, deletes=False)
+    file, line = POINTS["progress line"]
+    longer = line.replace("30", "60")
+    before = project / Path(file).name
+    assert before.read_text().count(line) == 1
+    before.write_text(before.read_text().replace(line, longer))
+    commit(project, "fewer lines")
+    shell(MERGE, project)
+    assert longer in (project / file).read_text()
+    shell(RESTORE, project)
+    assert shell("git status --short; git diff template/main -- runtime", project) == ""
+    assert_edits_are_there_and_train(project)
+
+
+def test_a_copy_of_this_version_gets_a_later_runtime_as_a_whole(versions: Path, tmp_path: Path):
+    """With a file that is new, and without one that is gone, though the copy has edited what has changed."""
+    template = tmp_path / "template"
+    shell(f"git clone --quiet --branch main '{versions}' '{template}'", tmp_path)
+    (template / "runtime" / "old.py").write_text("# gone later\n")
+    this = commit(template, "a file that is gone later")
+    project = edited_copy(template, this, tmp_path, deletes=False)
+    replace(project, "progress line", "self.printed + 60")
+    (project / "runtime" / "old.py").write_text("# mine\n")
+    commit(project, "my runtime/")
+
+    replace(template, "progress line", "self.printed + 10")
+    (template / "runtime" / "old.py").rename(template / "runtime" / "new.py")
+    (template / "runtime" / "new.py").write_text("# another one\n" * 9)
+    (template / "model.py").write_text((template / "model.py").read_text() + "\n# later\n")
+    commit(template, "later")
+    printed = shell(MERGE, project, code=1)
+    assert printed.count("CONFLICT") == 2 and "runtime/loggers.py" in printed and "runtime/old.py" in printed
+    shell(f"git merge --abort\n{RESTORE}{MERGE}", project)
+    assert shell("git status --short; git diff template/main -- runtime", project) == ""
+    assert not (project / "runtime" / "old.py").exists()
+    assert (project / "model.py").read_text().endswith("# later\n")
+    assert_edits_are_there_and_train(project)
+
+
+def test_what_a_copy_of_the_version_before_has_deleted_stays_away(versions: Path, tmp_path: Path):
+    project = edited_copy(versions, BEFORE, tmp_path, deletes=True)
+    assert "CONFLICT" in shell(MERGE, project, code=1)
+    shell(DELETE, project)
+    assert shell("git status --short", project) == ""
+    assert (project / "README.md").read_text() == "mine\n"
+    assert shell("git ls-files tests", project).split() == [*PROJECT_TESTS]
+    for name in ("recipes/tests", "benchmarks", "examples", "CHANGELOG.md", ".github/workflows/night.yml"):
+        assert not (project / name).exists(), name
+    assert_edits_are_there_and_train(project)
