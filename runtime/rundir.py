@@ -280,8 +280,7 @@ class RunDir:
         loss = values["loss"].detach().clone()
         if self.group is not None:
             dist.all_reduce(loss)
-        if not math.isfinite(loss):
-            raise RunError(f"compute_loss: `loss` is {loss} in the first step")
+        self.check_loss(loss.item(), self.state["step"] + 1)
         names = [f"train/{name}" for name in (*values, "grad_norm")]
         names += [f"val/{name}" for name in scalars_of(sanity_results)]
         if self.config.monitor not in names:
@@ -419,20 +418,23 @@ class RunDir:
 
     def check_loss(self, loss: float, step: int):
         """Raises RunError if the loss of the steps up to this one is not finite."""
-        if not math.isfinite(loss):
-            advice = f"{self.where_to_look(step)}, or try a lower --base_lr or --max_grad_norm 1"
-            raise RunError(f"the loss is {loss} in the steps up to {step}{advice}")
+        if math.isfinite(loss):
+            return
+        if self.path is None:
+            raise RunError(f"compute_loss: `loss` is {loss} in the first step")
+        advice = f"{self.where_to_look(step)}, or try a lower --base_lr or --max_grad_norm 1"
+        raise RunError(f"the loss is {loss} in the steps up to {step}{advice}")
 
     def where_to_look(self, step: int) -> str:
         """A part of a line: the last checkpoint, and how to find the first step that went wrong, up to this one."""
+        hint = "; find the first such step by --log_interval 1"
         if self.config.fast_run:
-            return ""
-        found = checkpoints.checkpoints_of(self.path)
-        last = f"; the last checkpoint is {found[0]}" if found else ""
+            return hint
         if (ROOT / "recipes" / "replay.py").exists():
             path = shlex.quote(str(self.path))
-            return f"{last}; look into the first such step with: python recipes/replay.py {path} --step {step}"
-        return f"{last}; find the first such step by --log_interval 1"
+            hint = f"; look into the first such step with: python recipes/replay.py {path} --step {step}"
+        found = checkpoints.checkpoints_of(self.path)
+        return f"; the last checkpoint is {found[0]}{hint}" if found else hint
 
     def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
