@@ -21,6 +21,7 @@ from helpers import (
     imported,
     imported_train,
     killed_and_resumed,
+    needs_recipes,
     on_one_and_two,
     run,
     run_dir,
@@ -88,6 +89,7 @@ def options(program: Path, text: Path) -> str:
 # ---- the patch and its page
 
 
+@needs_recipes
 def test_check_knows_the_patch_and_the_pages_count_its_lines_as_check_does():
     checked = run("recipes/check.sh", REPO).stdout
     files, lines = re.search(r"applies: benchmarks/nanogpt.patch  \((\d+) files, (\d+) lines\)", checked).groups()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from edits import replace
-from helpers import LONG, REPO, killed_and_resumed
+from helpers import LONG, REPO, killed_and_resumed, needs_recipes
 from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 
@@ -334,6 +334,7 @@ def build_datasets(*args, **options):
 def samples_of("""
 
 
+@needs_recipes
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.night), 2])
 def test_a_generator_of_its_own_is_exact_after_a_kill(num_workers: int, tmp_path: Path):
     page = (REPO / "recipes" / "data.md").read_text()

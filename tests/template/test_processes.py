@@ -31,6 +31,7 @@ from helpers import (
     is_running,
     kill_group,
     last_summary,
+    needs_recipes,
     newest,
     run,
     run_dir,
@@ -116,6 +117,7 @@ def test_restarts_without_the_variable_are_refused_in_one_line(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@needs_recipes
 def test_the_documented_commands_with_restarts_set_the_variable():
     files = [path for path in (*REPO.glob("*.md"), *REPO.glob("recipes/**/*.[mps]*")) if path.suffix != ".pyc"]
     pages = [path.read_text().replace("\\\n", "") for path in files]
