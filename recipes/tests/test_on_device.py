@@ -1,7 +1,5 @@
 """The recipe on_device: samples that live on the device. Here that is the CPU; test_gpu.py has what needs a GPU."""
 
-import importlib
-import sys
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +13,7 @@ from helpers import (
     assert_same_run,
     assert_same_training,
     call,
+    imported,
     killed_and_resumed,
     on_one_and_two,
     run_dir,
@@ -25,6 +24,7 @@ from torch.utils.data import Subset
 
 from config import TrainConfig
 from runtime.errors import ConfigError
+from runtime.loader import seeder
 
 META = torch.device("meta")  # a device that every machine has
 
@@ -35,20 +35,22 @@ def program(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(program: Path):
+def data(program: Path) -> ModuleType:
     """The edited data.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(program)
-        patch.delitem(sys.modules, "data", raising=False)
-        yield importlib.import_module("data")
-        sys.modules.pop("data")
+    return imported(program, "data")
 
 
-def loader(data: ModuleType, dataset, device: torch.device, num_workers: int = 0):
-    """A loader of two batches, in a process whose device is this one."""
-    fabric = SimpleNamespace(device=device, to_device=lambda tensor: tensor.to(device))
-    batches = data.eval_batches(8, micro_batch_size=4, world_size=1, batch_size=4)[0]
-    return data.Loader(fabric, dataset, batches, TrainConfig(num_workers=num_workers), ExitStack())
+@pytest.fixture(scope="module")
+def make_loader(program: Path):
+    """Makes a loader of two batches, in a process whose device is this one."""
+    module = imported(program, "runtime/loader")
+
+    def loader(dataset, device: torch.device, num_workers: int = 0):
+        fabric = SimpleNamespace(device=device, to_device=lambda tensor: tensor.to(device), world_size=1, global_rank=0)
+        batches = module.eval_batches(8, 4, fabric)
+        return module.Loader(fabric, dataset, batches, TrainConfig(num_workers=num_workers), ExitStack())
+
+    return loader
 
 
 class Made(TorchDispatchMode):
@@ -76,10 +78,10 @@ def zero_minimum(monkeypatch):
 
 
 @pytest.mark.parametrize("augment", [True, False])
-def test_a_batch_is_fetched_and_augmented_on_the_device(augment: bool, data: ModuleType):
+def test_a_batch_is_fetched_and_augmented_on_the_device(augment: bool, data: ModuleType, make_loader):
     """Also the random numbers are drawn there."""
     dataset = data.build_datasets(TrainConfig(), augment)["train"]
-    batches = loader(data, dataset, META)
+    batches = make_loader(dataset, META)
     with Made() as made:
         shapes = [(images.shape, targets.shape) for images, targets in batches]
     assert shapes == [((4, 1, 8, 8), (4,))] * 2
@@ -87,7 +89,9 @@ def test_a_batch_is_fetched_and_augmented_on_the_device(augment: bool, data: Mod
     assert {made.devices[name] for name in operators} == {META}
 
 
-def test_the_samples_are_moved_once_by_the_loader_and_those_of_the_host_stay(data: ModuleType, monkeypatch):
+def test_the_samples_are_moved_once_by_the_loader_and_those_of_the_host_stay(
+    data: ModuleType, make_loader, monkeypatch
+):
     """The loader is made after the launch, so the device is that of the process. Of the host's samples, build_model
     looks at one, and `order` may need them all."""
     dataset = data.build_datasets(TrainConfig())["train"]
@@ -96,7 +100,7 @@ def test_the_samples_are_moved_once_by_the_loader_and_those_of_the_host_stay(dat
     monkeypatch.setattr(
         data.ImageDataset, "on_device", lambda self, device: moved.append(device) or on_device(self, device)
     )
-    batches = loader(data, dataset, META)
+    batches = make_loader(dataset, META)
     for _ in range(3):
         list(batches)
     assert moved == [META]
@@ -104,35 +108,35 @@ def test_the_samples_are_moved_once_by_the_loader_and_those_of_the_host_stay(dat
     assert not batches.pin_memory
 
 
-def test_only_indices_are_copied(data: ModuleType):
+def test_only_indices_are_copied(data: ModuleType, make_loader):
     """Once a batch, in one tensor."""
     dataset = data.build_datasets(TrainConfig())["train"]
-    batches = loader(data, dataset, META)
+    batches = make_loader(dataset, META)
     copied = []
     batches.fabric.to_device = lambda tensor: copied.append(tensor) or tensor.to(META)
     list(batches)
     assert [index.tolist() for index in copied] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_the_generators_of_the_device_are_seeded_for_each_batch(data: ModuleType, monkeypatch):
+def test_the_generators_of_the_device_are_seeded_for_each_batch(data: ModuleType, make_loader, monkeypatch):
     """With the numbers that the CPU's gets: augmentation that is drawn on the device is resumed exactly, too."""
     seeded = []
     device = SimpleNamespace(manual_seed=seeded.append)
     monkeypatch.setattr(torch.cuda, "default_generators", (device,))
-    set_seed = data.seeder("cuda", "data", TrainConfig.seed)
+    set_seed = seeder("cuda", "data", TrainConfig.seed)
     dataset = data.build_datasets(TrainConfig())["train"]
-    batches = loader(data, dataset, torch.device("cpu"))
+    batches = make_loader(dataset, torch.device("cpu"))
     batches.seed_generators = set_seed
     list(batches)
     base = zlib.crc32(f"data {TrainConfig.seed}".encode())
     assert seeded == [base, base + 4]  # a batch of an evaluation has the number of its first sample
 
 
-def test_workers_are_refused_but_not_for_a_dataset_that_stays_on_the_host(data: ModuleType):
+def test_workers_are_refused_but_not_for_a_dataset_that_stays_on_the_host(data: ModuleType, make_loader):
     dataset = data.build_datasets(TrainConfig())["train"]
     with pytest.raises(ConfigError, match="--num_workers 1: give 0"):
-        loader(data, dataset, torch.device("cpu"), num_workers=1)
-    host = loader(data, Subset(dataset, range(100)), torch.device("cpu"), num_workers=1)
+        make_loader(dataset, torch.device("cpu"), num_workers=1)
+    host = make_loader(Subset(dataset, range(100)), torch.device("cpu"), num_workers=1)
     assert [len(targets) for _, targets in host] == [4, 4]
     host.end_workers(set())
 

@@ -2,7 +2,7 @@
 
 import io
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_the_first_batch_is_what_the_model_got(trained: Path, pictures: ModuleTy
     """64 images as they were augmented, and their classes."""
     config = TrainConfig(limit_train_batches=4)
     dataset = build_datasets(config)["train"]
-    plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_micro_batch_size=0)
+    plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_size=0)
     key = next(iter(TrainSampler(plan, dataset, rank=0, seed=42)))
     images, targets = SeededBatches(dataset, 42)[key]
     assert not torch.equal(images, dataset.images[torch.tensor(key[1])])  # they are shifted
@@ -130,20 +130,23 @@ def test_images_of_any_shape(shape: tuple[int, int, int], pictures: ModuleType):
     assert np.asarray(pictures.grid("title", colours, ["a"], 1))[100, 50].tolist() == [255, 0, 128]
 
 
-def test_without_a_mistake_there_is_no_picture(pictures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """A target below 0 is none."""
-    predictions = [torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, -100])]
-    pictures.write_wrong(predictions, build_datasets(TrainConfig())["test"], tmp_path / "wrong.png")
-    assert capsys.readouterr().out == "no wrong.png: all predictions are right\n"
-    assert not any(tmp_path.iterdir())
-
-
-def test_predictions_of_another_shape_have_no_picture(pictures: ModuleType, tmp_path: Path, capsys):
-    """As of each pixel, with segmentation.patch."""
-    predictions = [torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)]
-    pictures.write_wrong(predictions, build_datasets(TrainConfig())["test"], tmp_path / "wrong.png")
-    assert capsys.readouterr().out == "no wrong.png: the predictions are not one class of each sample\n"
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    "predictions, why",
+    [
+        # A target below 0 is none.
+        ([torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, -100])], "all predictions are right"),
+        # As of each pixel, with segmentation.patch.
+        ([torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4).long()], "the predictions are not one class of each sample"),
+    ],
+)
+def test_without_a_mistake_or_classes_there_is_no_picture(predictions, why: str, pictures, tmp_path: Path, capsys):
+    torch.save(predictions, tmp_path / "predictions_test_best.pt")
+    config = SimpleNamespace(out_dir=tmp_path, split="test", predictions=True)
+    fabric = SimpleNamespace(is_global_zero=True)
+    dataset = build_datasets(TrainConfig())["test"]
+    pictures.write_wrong(SimpleNamespace(config=config, fabric=fabric, path=Path("best.ckpt"), dataset=dataset))
+    assert capsys.readouterr().out == f"no wrong_test_best.png: {why}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions_test_best.pt"]
 
 
 def test_the_training_is_that_without_the_recipe(trained: Path, tmp_path: Path):

@@ -1,6 +1,7 @@
 """The recipe prefetch: the next micro-batch is copied on a CUDA stream of its own. A stand-in takes the place of the
 streams here; test_gpu.py has what needs a GPU."""
 
+import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,10 +38,13 @@ def program(tmp_path_factory) -> Path:
 def ahead(tmp_path_factory) -> Path:
     """The program, which loads ahead on a CPU, too."""
     program = with_recipe("prefetch", tmp_path_factory.mktemp("ahead"))
-    insert_before(program, "build_datasets", NO_STREAMS)
-    asks = '        if self.fabric.device.type == "cuda":\n            batches = copied_ahead('
-    with_text(program, "data.py", (asks, "        if True:\n            batches = copied_ahead("))
-    return program
+    asks = 'self.fabric.device.type == "cuda":\n            return copied_ahead('
+    return with_text(
+        program,
+        "runtime/loader.py",
+        ("def start_worker(", f"{NO_STREAMS}def start_worker("),
+        (asks, "True:\n            return copied_ahead("),
+    )
 
 
 # ---- the streams
@@ -77,7 +81,7 @@ def test_each_copy_overlaps_one_computation_and_nothing_else(program: Path, monk
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("computing"))
     monkeypatch.setattr(torch.cuda, "stream", On)
     fabric = SimpleNamespace(device=None, to_device=copy)
-    for batch in imported(program, "data").copied_ahead(fabric, iter(range(3))):
+    for batch in imported(program, "runtime/loader").copied_ahead(fabric, iter(range(3))):
         order.append(f"compute {batch} on {current[-1]}")
     for_both = ["computing waits for copying", "copying waits for computing"]
     assert order == [
@@ -95,7 +99,7 @@ def test_each_batch_comes_once_in_order(count: int, program: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     fabric = SimpleNamespace(device=None, to_device=lambda batch: batch)
-    assert list(imported(program, "data").copied_ahead(fabric, iter(range(count)))) == list(range(count))
+    assert list(imported(program, "runtime/loader").copied_ahead(fabric, iter(range(count)))) == list(range(count))
 
 
 # ---- runs: the loader is one micro-batch ahead, and the bits are the same
@@ -125,15 +129,10 @@ def test_a_run_with_it_is_that_without_it(options: str, ahead: Path, tmp_path: P
 @pytest.mark.recipes
 def test_nothing_is_loaded_ahead_of_an_epoch(ahead: Path, tmp_path: Path):
     """Its order may depend on the training: it is asked for when the first batch is."""
-    copy = tmp_path / "program"
+    copy = Path(shutil.copytree(ahead, tmp_path / "program"))
     asked = 'print(f"order of epoch {epoch}", flush=True)'
-    for path in ahead.glob("*.py"):
-        copy.mkdir(exist_ok=True)
-        (copy / path.name).write_text(path.read_text())
-    text = (copy / "data.py").read_text()
     line = '        generator = torch.Generator().manual_seed(zlib.crc32(f"order'
-    assert text.count(line) == 1
-    (copy / "data.py").write_text(text.replace(line, f"        {asked}\n{line}"))
+    with_text(copy, "runtime/loader.py", (line, f"        {asked}\n{line}"))
     insert_before(copy, "optimizer steps", 'print(f"step {step}", flush=True)')
     printed = run(f"{copy}/{LONG} --epochs 2", tmp_path).stdout.splitlines()
     found = [line for line in printed if line.startswith(("order", "step "))]
