@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ if step == 20:
         time.sleep(0.01)
     time.sleep(0.2)  # the loop would go on to step 25, if it did not wait for the thread then
 """
-WRITTEN = 'with open("done", "a") as file:\n    file.write(f"written {step}\\n")'
+WRITTEN = 'with open("done", "a") as file:\n    file.write(f"written {step}\\n")\n'
 DONE = 'with open("done", "a") as file:\n    file.write(f"step {step}\\n")'
 # Saved every fourth step, logged in each step, and never validated before the end.
 RARELY = LONG.replace(EVERY_FOURTH_STEP, "--checkpoint_interval 4 --log_interval 1 --val_interval 10000")
@@ -67,7 +68,7 @@ def held(tmp_path_factory) -> Path:
     program = with_recipe("background_save", tmp_path_factory.mktemp("held"))
     insert_before(program, "checkpoint is written", HELD)
     saved = "        self.has_saved = True\n"
-    with_text(program, "rundir.py", (saved, "".join(f"        {line}\n" for line in WRITTEN.splitlines()) + saved))
+    with_text(program, "runtime/rundir.py", (saved, textwrap.indent(WRITTEN, "        ") + saved))
     return insert_after(program, "step is done", DONE)
 
 
@@ -177,7 +178,8 @@ def test_a_full_disk_costs_no_checkpoint(program: Path, tmp_path: Path):
 
 
 # The checkpoint of step 20 is the only file of more than 100 kB.
-TOO_LARGE = "--width 64 --checkpoint_interval 20 --limit_val_batches 0 --monitor train/loss --log_interval 1"
+LOSS = "--limit_val_batches 0 --monitor train/loss --monitor_mode min"
+TOO_LARGE = f"--width 64 --checkpoint_interval 20 --log_interval 1 {LOSS}"
 
 
 def too_large(command: str, cwd: Path) -> str:
@@ -192,7 +194,7 @@ def too_large(command: str, cwd: Path) -> str:
 
 def test_an_error_of_the_thread_ends_the_run_at_the_next_step(held: Path, cwd: Path):
     """And not at the next save."""
-    too_large(f"{held}/{RARELY} {TOO_LARGE} --val_interval 10000 --monitor_mode min --checkpoint_interval 20", cwd)
+    too_large(f"{held}/{RARELY} {TOO_LARGE} --val_interval 10000 --checkpoint_interval 20", cwd)
     assert 23 <= int(history(cwd)[-1]["step"]) < 40
 
 
@@ -204,7 +206,7 @@ def test_an_error_with_the_last_checkpoint_is_no_success(program: Path, cwd: Pat
 
 
 def test_tied_weights_are_copied_once_and_any_layout_is(program: Path):
-    checkpoints = imported(program, "checkpoints")
+    checkpoints = imported(program, "runtime/checkpoints")
     weight = torch.arange(12.0).view(3, 4)
     state = {
         "model": {"weight": weight, "tied": weight.detach(), "transposed": weight.t(), "row": weight[1].clone()},

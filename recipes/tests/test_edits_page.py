@@ -232,7 +232,7 @@ def with_two_sets(tmp_path_factory) -> Path:
 
 
 def test_a_second_validation_set_is_logged_monitored_and_evaluated(with_two_sets, tmp_path):
-    options = "--limit_val_batches 1.0 --monitor val/mirrored_accuracy"
+    options = "--limit_val_batches 1.0 --monitor val/mirrored_accuracy --monitor_mode max"
     done = call(f"{with_two_sets}/train.py {SMALL} --width 16 {options}", tmp_path)
     rows = history(tmp_path)
     best = max(float(row["val/mirrored_accuracy"]) for row in rows)

@@ -182,7 +182,7 @@ def test_a_kill_while_a_run_is_fetched_leaves_no_part_of_it(
     call(f"{program}/{TWO_SAVES} {at(disk)}", first)
     kill_before("open model.pt 1", f"{program}/{TWO_SAVES} {at(disk)}", second, first.parent, where="/second/")
     assert not [*second.glob("2*")]
-    assert "nothing to do" in call(f"{program}/{TWO_SAVES} {at(disk)}", second).stdout
+    assert "finished after 4 of 4 steps" in call(f"{program}/{TWO_SAVES} {at(disk)}", second).stdout
     assert_same_run(second, two_saves)
     assert os.listdir(second) == [run_dir(first).name]
 
@@ -231,7 +231,7 @@ def test_a_disk_that_is_behind_gets_the_run_of_the_mirror(
     call(f"{program}/{LONG} {at(disk)}", second)
     name = run_dir(second).name
     done = call(f"{program}/{LONG} {at(disk)}", first)
-    assert f"{name}.28-steps: so it is called now" in done.stdout and "nothing to do" in done.stdout
+    assert f"{name}.28-steps: so it is called now" in done.stdout and "finished after 80 of 80" in done.stdout
     assert {path.name for path in first.iterdir()} == {name, f"{name}.28-steps"}
     assert_same_run(first, whole)
     assert_same_run(second, whole)
@@ -244,7 +244,8 @@ def test_a_run_that_is_newer_on_this_disk_is_left_alone(program: Path, disk: Pat
     older = Path(shutil.copytree(disk, tmp_path / "older"))
     call(f"{program}/{TWO_SAVES} {at(disk)} --max_steps 8", first)
     before = {path: content for path, content in snapshot(first).items() if path.name != ".lock"}
-    assert "nothing to do" in call(f"{program}/{TWO_SAVES} {at(older)} --max_steps 8", first).stdout
+    done = call(f"{program}/{TWO_SAVES} {at(older)} --max_steps 8", first)
+    assert "finished after 8 of 8 steps" in done.stdout
     assert before == {path: content for path, content in snapshot(first).items() if path.name != ".lock"}
     name = run_dir(first).name
     run_dir(first).rename(first / f"2999{name[4:]}")

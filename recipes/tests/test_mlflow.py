@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
-from edits import copy_programs
+from edits import copy_programs, replace, with_text
 from helpers import (
     MEASURED,
     ON_2,
@@ -233,23 +234,20 @@ def test_a_kill_while_the_store_is_made_leaves_none(program: Path, tmp_path: Pat
 def test_other_characters_in_a_name_are_replaced(program: Path, cwd: Path, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(program, other, dirs_exist_ok=True)
-    train = other / "train.py"
-    text = train.read_text()
-    assert text.count('{"accuracy": accuracy}') == 1
-    train.write_text(text.replace('{"accuracy": accuracy}', '{"accuracy": accuracy, "acc@1 (%)": accuracy.clone()}'))
+    replace(other, "metrics", '{"accuracy": accuracy, "acc@1 (%)": accuracy.clone()}')
     call(f"{other}/train.py {SMALL} --logger_name csv mlflow", cwd)
     curves = Stored(cwd).curves
     assert curves["val/acc-1 ---"] == curves["val/accuracy"]
 
 
 def test_the_logger_of_lightning_works_in_two_lines(cwd: Path, tmp_path_factory):
-    """That of recipes/README.md, in place of the comment in open_loggers, without the recipe."""
+    """That of recipes/README.md, after `run.start`, without the recipe."""
     page = (REPO / "recipes" / "README.md").read_text()
-    (lines,) = re.findall(r"^    from .+ import MLFlowLogger\n\n    loggers\.append\(.*\n", page, re.MULTILINE)
+    (lines,) = re.findall(r"^```python\n([^`]*MLFlowLogger[^`]*)^```$", page, re.MULTILINE)
     program = copy_programs(tmp_path_factory.mktemp("lightning"))
-    text = (program / "loggers.py").read_text()
-    (comment,) = [line for line in text.splitlines(keepends=True) if line.startswith("    # Append any logger")]
-    (program / "loggers.py").write_text(text.replace(comment, lines))
+    started = "            run.start(values, sanity_results)\n"
+    lines = textwrap.indent(textwrap.dedent(lines), " " * 12)
+    with_text(program, "train.py", (started, started + lines))
     call(f"{program}/train.py {SMALL} --logger_name csv", cwd)
     assert_same_curves(cwd)
     assert (Stored(cwd).name, Stored(cwd).status) == (run_dir(cwd).name, "FINISHED")

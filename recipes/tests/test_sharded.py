@@ -180,8 +180,9 @@ def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
 BUILD = """
 import os, re, sys, time
 import torch
-import launch, models, sharded
+import models, sharded
 from config import TrainConfig
+from runtime import launch
 
 def megabytes():
     with open("/proc/self/status") as file:
@@ -396,7 +397,7 @@ def test_in_shards_the_best_one_stays_and_is_evaluated(tmp_path: Path):
     assert_same_run(tmp_path / "whole", cwd)
 
 
-# At the end of checkpoints.py: fails if a rank has more than its shards of the weights, or of what AdamW keeps.
+# At the end of runtime/checkpoints.py: fails if a rank has more than its shards of the weights, or of what AdamW keeps.
 OWN_SHARES = """
 
 restore_shares = restore
@@ -417,7 +418,7 @@ def test_a_resume_reads_its_own_shares_alone(program: Path, fixture: str, reques
     """Also of a checkpoint that is whole."""
     cwd = copied(request.getfixturevalue(fixture), tmp_path)
     checked = Path(shutil.copytree(program, tmp_path / "program"))
-    with open(checked / "checkpoints.py", "a") as file:
+    with open(checked / "runtime" / "checkpoints.py", "a") as file:
         file.write(OWN_SHARES)
     assert "each rank has its own shares" in run(f"{checked}/train.py --resume auto", cwd).stdout
 
@@ -455,7 +456,7 @@ def test_shards_of_a_file_that_cannot_be_read_are_kept(program: Path, killed_in_
     newest_path = newest_checkpoint(cwd)
     folders = {path.name for path in newest_path.parent.glob("shards-*")}
     (newest_path.with_name("best.ckpt") if is_best else newest_path).write_bytes(b"cut")
-    imported(program, "checkpoints").remove_old(run_dir(cwd), 0)
+    imported(program, "runtime/checkpoints").remove_old(run_dir(cwd), 0)
     assert {path.name for path in newest_path.parent.glob("shards-*")} == folders
 
 
