@@ -14,12 +14,12 @@ from helpers import (
     call,
     descendants,
     end_of,
+    free_port,
     is_lost,
     is_running,
     kill_group,
     run_dir,
     start,
-    start_two,
     wait_for,
 )
 
@@ -110,14 +110,14 @@ def test_what_was_cut_off_by_a_kill_is_begun_again(program, folder, tmp_path):
     assert len(log(folder, "ended")) == 1 and len(log(folder, "called")) == 3
 
 
-def test_runs_with_other_data_do_not_wait_for_it_and_are_not_told_that_theirs_is_there(program, folder, tmp_path):
+def test_runs_of_another_checkout_do_not_wait_for_it_and_are_not_told_that_theirs_is_there(program, folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    first = start(f"{program}/train.py {SMALL} --epochs 1 --data_dir a", tmp_path, DOWNLOAD=str(folder))
+    copy = insert_before(tmp_path / "copy", "digits", DOWNLOAD)
+    first = start(f"{program}/train.py {SMALL} --epochs 1", tmp_path, DOWNLOAD=str(folder))
     wait_for(lambda: log(folder, "began"))
     others = [
-        start(f"{program}/train.py {SMALL} --epochs 1 --data_dir b --out_dir run{i}", tmp_path, DOWNLOAD=str(other))
-        for i in range(2)
+        start(f"{copy}/train.py {SMALL} --epochs 1 --out_dir run{i}", tmp_path, DOWNLOAD=str(other)) for i in range(2)
     ]
     wait_for(lambda: log(other, "began"))
     (folder / "go").touch()
@@ -129,7 +129,7 @@ def test_runs_with_other_data_do_not_wait_for_it_and_are_not_told_that_theirs_is
     assert len(log(other, "began")) == 1 and len(log(other, "called")) == 2
 
 
-# On a machine of two nodes, each with a data_dir of its own: rank 0 builds for long, the other one is done at once.
+# On two nodes, each with a data_dir of its own: rank 0 builds for long, the other one is done at once.
 TWO_NODES = """
 import os
 import time
@@ -148,8 +148,13 @@ if name == "failing":
 
 def two_nodes(tmp_path: Path, of_rank_1: str) -> list:
     program = insert_before(tmp_path / "program", "digits", TWO_NODES)
-    commands = [f"{program}/train.py {SMALL} --timeout 10 --data_dir {name}" for name in ("slow", of_rank_1)]
-    processes = start_two(commands, tmp_path)
+    command = f"{program}/train.py {SMALL} --timeout 10 --num_nodes 2 --devices 1 --data_dir"
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank, name in enumerate(("slow", of_rank_1)):
+        own = tmp_path / f"tmp{rank}"  # a machine has its own lock
+        own.mkdir()
+        processes.append(start(f"{command} {name}", tmp_path, NODE_RANK=str(rank), TMPDIR=str(own), **env))
     wait_for(lambda: len([*tmp_path.glob("* builds")]) == 2)
     return processes
 
@@ -178,7 +183,7 @@ def test_what_fails_is_told_at_once_while_another_process_builds(tmp_path):
     zero, one = two_nodes(tmp_path, "failing")
     (line,) = one.communicate(timeout=300)[1].splitlines()
     assert one.returncode == 2 and zero.poll() is None
-    assert line.startswith("train.py: error: rank 1: --data_dir failing: ") and line.endswith("'not there'")
+    assert line.startswith("train.py: error: rank 1: build_datasets: ") and line.endswith("'not there'")
     (tmp_path / "go").touch()
     (line,) = zero.communicate(timeout=300)[1].splitlines()
     assert zero.returncode == 1 and is_lost(line, timeout=10)
@@ -201,7 +206,7 @@ def test_what_only_one_process_cannot_read_is_told_by_it(folder, tmp_path):
     _, error = process.communicate(timeout=300)
     assert process.returncode == 1
     first, *others = error.splitlines()
-    assert first.startswith("train.py: error: rank 1: --data_dir '': ") and first.endswith("'not there'"), error
+    assert first.startswith("train.py: error: rank 1: build_datasets: ") and first.endswith("'not there'"), error
     lost = "train.py: error: rank 0: another process has ended, or did not answer for --timeout 300 seconds: see its "
     assert len(others) == 1 and others[0].startswith(lost), error
     assert not [*tmp_path.glob("*train_out")]
@@ -229,7 +234,7 @@ def test_a_download_that_fails_is_told_by_the_process_that_tried_it(program, tmp
     out, err = process.communicate(timeout=300)
     first, *others = err.splitlines()
     assert process.returncode == 2, out + err
-    assert first.startswith("train.py: error: rank 0: --data_dir '': [Errno 2] No such file or directory: ")
+    assert first.startswith("train.py: error: rank 0: build_datasets: [Errno 2] No such file or directory: ")
     assert all(line.startswith("train.py: error: rank 1: another process has ended") for line in others), err
     assert not [*tmp_path.glob("*train_out")]
 
