@@ -60,12 +60,11 @@ def with_defaults(program: Path, defaults: dict[str, str]) -> Path:
     return program
 
 
-def stripped(folder: Path) -> Path:
-    """A copy of the repository in which README.md's command has deleted what a project does not need, and recipes/ is
-    deleted, too."""
+def copy_after(command: str, folder: Path) -> Path:
+    """A copy of the repository in which a command has deleted something."""
     skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
     copy = Path(shutil.copytree(REPO, folder, ignore=skipped))
-    subprocess.run(f"{DELETE} && rm -r recipes", shell=True, cwd=copy, check=True)
+    subprocess.run(command, shell=True, cwd=copy, check=True)
     return copy
 
 
@@ -97,18 +96,20 @@ def fork_all(program: Path) -> None:
         with_text(program, "tests/zygote.py", ("FORK_RANKS = False", "FORK_RANKS = True"))
 
 
-def run_pytest(program: Path, words: str = "", is_fresh: bool = False, **more: str) -> subprocess.CompletedProcess:
+def run_pytest(
+    program: Path, words: str = "", is_fresh: bool = False, options: str = "", **more: str
+) -> subprocess.CompletedProcess:
     """Runs pytest in `program`, without the plugins of other packages, of which it might warn. A process that is not
     fresh has imported torch before, and so have those it starts."""
-    options = ["--basetemp", str(program / ".tmp"), "-k", words]
+    arguments = ["--basetemp", str(program / ".tmp"), "-k", words, *options.split()]
     env = {name: value for name, value in clean_environment().items() if not name.startswith("PYTEST_")} | more
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     pipe = subprocess.PIPE
     if is_fresh:
-        command = [sys.executable, "-m", "pytest", *options]
+        command = [sys.executable, "-m", "pytest", *arguments]
         return subprocess.run(command, cwd=program, env=env, capture_output=True, text=True, timeout=600)
     process = zygote.popen(
-        [sys.executable, str(Path(pytest.__file__).with_name("__main__.py")), *options],
+        [sys.executable, str(Path(pytest.__file__).with_name("__main__.py")), *arguments],
         cwd=program,
         env=env | {"ZYGOTE_CHANNEL": ""},
         stdout=pipe,
@@ -141,7 +142,7 @@ def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
 @pytest.mark.night
 def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_deleted(tmp_path: Path):
     """Deleted by README.md's command. Without xdist, and without git. What stays keeps the style."""
-    copy = stripped(tmp_path / "copy")
+    copy = copy_after(f"{DELETE} && rm -r recipes", tmp_path / "copy")
     assert sorted(path.name for path in (copy / "tests").iterdir()) == ["recorded.py", "test_project.py", "zygote.py"]
     ruff = Path(sys.executable).parent / "ruff"
     subprocess.run([ruff, "check", "--no-cache", "."], cwd=copy, check=True)
@@ -459,18 +460,41 @@ def test_it_fails_where_a_mistake_leaves_a_file_behind(tmp_path: Path):
     assert_fails(run_project_tests(program, "mistake"), "test_a_mistake_is_one_line_and_leaves_nothing_behind")
 
 
-# ---- continuous integration runs what is there
+# ---- what is there is tested, whatever a project has deleted
+
+# What is deleted, and the folders of the tests that are left beside tests/.
+WITHOUT = {
+    "nothing": ("true", {"tests/template", "recipes/tests"}),
+    "tests/template": ("rm -r tests/template", {"recipes/tests"}),
+    "recipes/": ("rm -r recipes", {"tests/template"}),
+    "both": ("rm -r tests/template recipes tests/support", set()),
+    "what README.md deletes": (DELETE, set()),
+}
+# Those that read a page, a patch or a script of recipes/, and are quick.
+PAGES = "links or guarantee or of_the_tree or documented_commands or check_knows or has_a_row or count_the_lines"
+
+
+@pytest.mark.parametrize("deleted", WITHOUT)
+def test_the_tests_that_are_left_pass(deleted: str, tmp_path: Path):
+    """Here those of the pages alone; of all others, that they are found."""
+    command, folders = WITHOUT[deleted]
+    copy = copy_after(command, tmp_path / "copy")
+    done = run_pytest(copy, options="--collect-only -m=")
+    assert done.returncode == 0, done.stdout
+    assert {*re.findall(r"^([\w/]+)/test_\w+\.py::", done.stdout, re.MULTILINE)} == folders | {"tests"}
+    if folders:
+        done = run_pytest(copy, PAGES)
+        assert re.search(r"^\d+ passed, (\d+ skipped, )?\d+ deselected in", done.stdout, re.MULTILINE), done.stdout
+
 
 # In place of python3, pip, ruff, mypy and python: tells how it was called.
 STAND_IN = '#!/bin/bash\necho "$(basename "$0") $*"\n'
 
 
-@pytest.mark.parametrize("system, is_stripped", [("Linux", False), ("Linux", True), ("Darwin", False)])
-def test_every_file_that_ci_names_is_there(system: str, is_stripped: bool, tmp_path: Path):
-    copy = stripped(tmp_path / "copy")
-    if not is_stripped:
-        shutil.copytree(REPO / "tests" / "template", copy / "tests" / "template")
-        shutil.copytree(REPO / ".github", copy / ".github", dirs_exist_ok=True)
+@pytest.mark.parametrize("system, deleted", [("Darwin", "nothing"), *(("Linux", deleted) for deleted in WITHOUT)])
+def test_every_file_that_ci_names_is_there(system: str, deleted: str, tmp_path: Path):
+    command, folders = WITHOUT[deleted]
+    copy = copy_after(command, tmp_path / "copy")
     for name in ("bin/uname", "bin/python3", ".venv/bin/pip", ".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/python"):
         path = copy / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -478,16 +502,16 @@ def test_every_file_that_ci_names_is_there(system: str, is_stripped: bool, tmp_p
         path.chmod(0o755)
     workflows = copy / ".github" / "workflows"
     (script,) = re.findall(r"run: bash (.+)", (workflows / "test.yml").read_text())
-    assert (workflows / "night.yml").exists() != is_stripped
-    if not is_stripped:
+    if (workflows / "night.yml").exists():
         assert re.findall(r"run: bash (.+)", (workflows / "night.yml").read_text()) == [f"{script} night"]
     env = os.environ | {"PATH": f"{copy / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script, "night"], cwd=copy, env=env, capture_output=True, text=True, check=True)
-    runs = done.stdout.count("python -m pytest")
-    assert runs == 1 if is_stripped or system == "Darwin" else runs > 1
-    assert ("-m night" in done.stdout) == (runs > 1)
-    named = re.findall(r"\btests/\S+|(?<= )\w\S+\.txt", done.stdout)
+    runs = re.findall("^python -m pytest .*", done.stdout, re.MULTILINE)
+    assert (len(runs) > 1) == any("-m night" in each for each in runs) == (system == "Linux" and folders != set())
+    named = re.findall(r"(?<= )(?:tests|recipes)/\S+|(?<= )\w\S+\.txt", done.stdout)
     assert named and [name for name in named if not (copy / name).exists()] == []
+    for folder in folders if system == "Linux" else ():
+        assert any(f" {folder}/" in each for each in runs)
 
 
 # ---- Windows

@@ -26,7 +26,7 @@ RANGES = DEPENDENCIES | {canonicalize_name(range_.name): range_ for range_ in EX
 REQUIREMENTS = (REPO / "requirements.txt").read_text()
 PINNED = re.findall(r"^([\w-]+)==(\S+)$", REQUIREMENTS + (REPO / "requirements-dev.txt").read_text(), re.MULTILINE)
 TESTED = {canonicalize_name(name): Version(number) for name, number in PINNED}
-CORE = sorted(REPO.glob("*.py"))
+CORE = sorted([*REPO.glob("*.py"), *REPO.glob("runtime/*.py")])
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
 DOCUMENTED = {name: ends for name, *ends in re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)}
 
@@ -81,9 +81,9 @@ def test_the_versions_with_stolen_credentials_are_left_out(stolen: str):
     assert not RANGES["lightning"].specifier.contains(stolen)
 
 
-@pytest.mark.parametrize("file", CORE, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", CORE, ids=lambda file: str(file.relative_to(REPO)))
 def test_every_package_that_a_core_file_imports_is_named(file: Path):
-    known = sys.stdlib_module_names | {file.stem for file in CORE}
+    known = sys.stdlib_module_names | {file.relative_to(REPO).parts[0].removesuffix(".py") for file in CORE}
     for module in imports(file) - known:
         packages = {canonicalize_name(package) for package in packages_distributions().get(module, [module])}
         assert packages & TESTED.keys(), f"requirements.txt and pyproject.toml lack {module}"
