@@ -75,3 +75,9 @@ def test_killed_and_resumed_it_is_the_same_run(program: Path, tmp_path: Path):
 
 def test_two_processes(program: Path, tmp_path: Path):
     assert "finished after 4 of 4 steps" in run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path).stdout
+
+
+def test_a_batch_of_one_image_is_refused(program: Path, tmp_path: Path):
+    """Nothing could be learned from it: there is no other image."""
+    error = call(f"{program}/train.py {SMALL} --micro_batch_size 1", tmp_path, code=2).stderr
+    assert "give --micro_batch_size 2 or more" in error and error.count("\n") == 1 and not [*tmp_path.iterdir()]
