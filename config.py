@@ -204,4 +204,8 @@ AT_LEAST_0 = [
     "limit_val_batches",
     "num_sanity_val_steps",
 ]
-BELOW = {"seed": 2**32, "dropout": 1, "timeout": 2**21}
+BELOW = {
+    "seed": 2**32,
+    "dropout": 1,
+    "timeout": 2**21,
+}

@@ -173,7 +173,7 @@ class RunDir:
                     f"--resume: {name} is {value}, but was {then} in {self.origin}: a resume cannot change it"
                 )
         for part, now in self.fingerprints.items():
-            then = about["fingerprints"][part]
+            then = about["fingerprints"].get(part)
             if None not in (now, then) and now != then:
                 self.changes.append(f"the {part} samples have changed: their content, labels or augmentation")
 
