@@ -34,6 +34,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 from config import TrainConfig
+from runtime.loader import Loader, SeededBatches, TrainSampler
 from utils import make_plan
 
 pytestmark = pytest.mark.recipes
@@ -160,12 +161,12 @@ def images_of(files: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.load(files / "mapped" / f"{split}_{what}.npy") for what in ("images", "targets"))
 
 
-def test_each_image_comes_with_its_class(build, data, files: Path):
+def test_each_image_comes_with_its_class(build, files: Path):
     for split in ("val", "test"):
         part = build()[split]
         order = np.random.default_rng(0).permutation(SIZES[split])
         assert len(part) == SIZES[split] and part.num_classes == 10
-        found, classes = data.SeededBatches(part, 42)[0, order]
+        found, classes = SeededBatches(part, 42)[0, order]
         assert found.dtype == torch.float32 and classes.dtype == torch.int64
         images, targets = images_of(files, split)
         torch.testing.assert_close(found * 255, torch.from_numpy(images[order]).float().expand_as(found))
@@ -173,41 +174,41 @@ def test_each_image_comes_with_its_class(build, data, files: Path):
         torch.testing.assert_close(torch.as_tensor(part[int(order[0])][0]), found[0])
 
 
-def test_a_subset_has_the_samples_of_its_indices(build, data):
+def test_a_subset_has_the_samples_of_its_indices(build):
     part = build()["val"]
     subset = Subset(part, [7, 3, 50])
-    images, targets = data.SeededBatches(subset, 42)[0, np.arange(3)]
-    expected, classes = data.SeededBatches(part, 42)[0, np.array([7, 3, 50])]
+    images, targets = SeededBatches(subset, 42)[0, np.arange(3)]
+    expected, classes = SeededBatches(part, 42)[0, np.array([7, 3, 50])]
     assert torch.equal(images, expected) and torch.equal(targets, classes)
 
 
-def sampler_of(data, train, rank: int = 0, world_size: int = 1, step: int = 0):
+def sampler_of(train, rank: int = 0, world_size: int = 1, step: int = 0):
     """That of a rank in epochs of 9 steps of 64 samples, 4 micro-batches each."""
     config = TrainConfig(effective_batch_size=64, micro_batch_size=16)
-    plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_micro_batch_size=0)
-    sampler = data.TrainSampler(plan, train, rank, seed=42)
+    plan = make_plan(config, len(train), val_samples=0, world_size=world_size, saved_size=0)
+    sampler = TrainSampler(plan, train, rank, seed=42)
     sampler.step = step
     return sampler
 
 
-def load(build, data, step: int, rank: int = 0, world_size: int = 1, num_workers: int = 0) -> list[tuple[list, list]]:
+def load(build, step: int, rank: int = 0, world_size: int = 1, num_workers: int = 0) -> list[tuple[list, list]]:
     """The micro-batches of a rank from a step to the end of its epoch."""
     train = build()["train"]
     train[0]  # as the training process does before it starts workers
-    sampler = sampler_of(data, train, rank, world_size, step)
+    sampler = sampler_of(train, rank, world_size, step)
     with ExitStack() as resources:
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = data.Loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
+        loader = Loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
         return [(images.tolist(), targets.tolist()) for images, targets in loader]
 
 
-def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(build, data, files: Path):
-    alone = load(build, data, step=9)
+def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(build, files: Path):
+    alone = load(build, step=9)
     assert len(alone) == 36
     for rank in range(2):
-        assert load(build, data, 9, rank, world_size=2, num_workers=2) == alone[rank::2]
-    assert load(build, data, 11, num_workers=3) == alone[8:]
-    assert load(build, data, step=0) != alone
+        assert load(build, 9, rank, world_size=2, num_workers=2) == alone[rank::2]
+    assert load(build, 11, num_workers=3) == alone[8:]
+    assert load(build, step=0) != alone
     seen = np.bincount(sum((targets for _, targets in alone), []), minlength=10)
     missing = np.bincount(images_of(files, "train")[1]) - seen
     assert (missing >= 0).all() and missing.sum() == 24  # 576 of the 600
@@ -215,8 +216,8 @@ def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(bu
     assert batch != sorted(batch)  # shuffled
 
 
-def test_augmentation_follows_the_number_of_the_micro_batch(kind: str, build, data):
-    batches, plain = (data.SeededBatches(build(augment)["train"], 42) for augment in (True, False))
+def test_augmentation_follows_the_number_of_the_micro_batch(kind: str, build):
+    batches, plain = (SeededBatches(build(augment)["train"], 42) for augment in (True, False))
     first, again, other = (batches[number, np.arange(64)][0] for number in (0, 0, 1))
     assert torch.equal(first, again)
     assert torch.equal(plain[0, np.arange(64)][0], plain[1, np.arange(64)][0])
@@ -226,13 +227,13 @@ def test_augmentation_follows_the_number_of_the_micro_batch(kind: str, build, da
         assert all(torch.equal(first[i], other[i].flip(-1)) for i in changed)
 
 
-def test_a_worker_that_is_not_forked_gets_no_data(build, data):
+def test_a_worker_that_is_not_forked_gets_no_data(build):
     """It gets the dataset pickled: after a first sample was taken, and without its arrays."""
     train = build()["train"]
     train[0]
     pickled = pickle.dumps(train)
     assert len(pickled) < 10_000  # 38,400 bytes are the images
-    ours, theirs = (data.SeededBatches(dataset, 42)[1, np.arange(5, 9)] for dataset in (train, pickle.loads(pickled)))
+    ours, theirs = (SeededBatches(dataset, 42)[1, np.arange(5, 9)] for dataset in (train, pickle.loads(pickled)))
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
@@ -451,27 +452,25 @@ def test_a_stream_has_each_line_once_an_epoch(stream: ModuleType, files: Path):
 
 
 @pytest.mark.parametrize("world_size, num_workers", [(2, 1), (1, 4), (2, 2), (4, 4)])
-def test_a_part_of_a_stream_is_read_by_one_process(world_size, num_workers, stream, stream_program, tmp_path: Path):
+def test_a_part_of_a_stream_is_read_by_one_process(world_size, num_workers, stream, tmp_path: Path):
     """So a shard is, where no two parts meet. The order needs no more of the 64 shards than their sizes."""
     sizes = {f"train-{shard:02d}.jsonl.gz": (100 + shard, 0) for shard in range(64)}  # of empty files
     for name in sizes:
         (tmp_path / name).touch()
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
-    data = imported(stream_program, "data")
     train = stream.Stream(tmp_path, 64)
     readers = set()
     for rank in range(world_size):
-        for number, (_, lines) in enumerate(sampler_of(data, train, rank, world_size)):
+        for number, (_, lines) in enumerate(sampler_of(train, rank, world_size)):
             shards = np.searchsorted(train.starts, lines, side="right") - 1
             readers |= {(shard, rank, number % num_workers) for shard in shards.tolist()}
     assert len(readers) <= len(train.shards) + stream.PARTS - 1
 
 
-def test_a_resumed_stream_reads_no_shard_but_those_of_its_batch(stream, stream_program, files: Path, monkeypatch):
+def test_a_resumed_stream_reads_no_shard_but_those_of_its_batch(stream, files: Path, monkeypatch):
     """However long the run has been. So what it skips is limited by the size of a shard: --timeout holds there."""
-    data = imported(stream_program, "data")
     train = stream.build_stream(str(files / "stream"), 64)["train"]
-    _, lines = next(iter(sampler_of(data, train, step=1000 * 9 + 4)))
+    _, lines = next(iter(sampler_of(train, step=1000 * 9 + 4)))
     read, plain = [], stream.lines_of
 
     def counted(path: Path):
