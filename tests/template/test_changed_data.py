@@ -1,149 +1,281 @@
-"""The data were changed while a run was down. A checkpoint has the checksum of a batch of its last step, which a resume
-reads again, and that of a batch of the validation."""
+"""Data that were changed while a run was down, or that differ between the ranks. A checkpoint has a fingerprint of each
+set: the checksum of eight of its samples."""
 
+import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from edits import REPO, insert_after, insert_before, replace
-from helpers import ON_2, SMALL, call, run, run_dir
+from edits import REPO, insert_after, insert_before, replace, with_text
+from helpers import ON_2, SMALL, assert_same_run, call, copied, free_port, run, run_dir, start
 
-from runtime.loader import checksum
+from config import TrainConfig
+from data import ImageDataset, build_datasets
+from runtime.loader import checksum, fingerprint
 
 STEPS = f"{SMALL} --lr_schedule constant --logger_name csv --max_steps"
-HAS_CHANGED = "is another one than before: samples, labels, order or augmentation have changed"
+FAST_RUN = f"{SMALL} --fast_run"
 
 
 def told(printed: str) -> list[str]:
-    """The names of the batches that have changed."""
-    return [line.removesuffix(f" {HAS_CHANGED}") for line in printed.splitlines() if line.endswith(HAS_CHANGED)]
+    """The names of the sets that have changed."""
+    words = "samples have changed: their content, labels or augmentation"
+    return re.findall(rf"^the (\w+) {words}$", printed, re.MULTILINE)
+
+
+def without_fingerprint(printed: str) -> list[str]:
+    words = "samples have no fingerprint: a resume cannot tell if they have changed"
+    return re.findall(rf"^the (\w+) {words}$", printed, re.MULTILINE)
 
 
 def resumed(program: Path, cwd: Path, steps: int, options: str = "") -> list[str]:
-    return told(call(f"{program}/train.py --resume auto --max_steps {steps} {options}", cwd).stdout)
+    printed = call(f"{program}/train.py --resume auto --max_steps {steps} {options}", cwd).stdout
+    assert f"finished after {steps} of {steps} steps" in printed
+    assert not without_fingerprint(printed)
+    return told(printed)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Where a run has made six steps. To be copied."""
+    cwd = tmp_path_factory.mktemp("trained")
+    call(f"train.py {STEPS} 6 --micro_batch_size 32", cwd)
+    return cwd
+
+
+@pytest.fixture
+def stopped(trained, tmp_path) -> Path:
+    return copied(trained, tmp_path)
 
 
 # ---- what did not change
 
 
-@pytest.mark.parametrize("micro_batch", [pytest.param("", marks=pytest.mark.night), "--micro_batch_size 16"])
-def test_twenty_resumes_with_the_same_data_say_nothing(micro_batch: str, tmp_path):
-    """After each step of five epochs, every second of them with data workers."""
-    call(f"train.py {STEPS} 1 {micro_batch}", tmp_path)
-    for steps in range(2, 22):
-        assert resumed(REPO, tmp_path, steps, f"--num_workers {(steps - 2) // 4 % 2 * 2}") == []
+def test_resumes_with_the_same_data_say_nothing(stopped):
+    """Within an epoch and between two, with data workers, in other micro-batches, on other numbers of devices."""
+    for number, options in enumerate(("", "--num_workers 2", "--micro_batch_size 16", "--num_workers 0 --seed 42")):
+        assert resumed(REPO, stopped, 7 + number, options) == []
+    assert told(run(f"train.py --resume auto --max_steps 13 {ON_2}", stopped).stdout) == []
+    assert told(run("train.py --resume auto --max_steps 15 --devices 1", stopped).stdout) == []
 
 
-def test_a_resume_on_another_number_of_devices_says_nothing(tmp_path):
-    """The validation is cut into other batches there; the first micro-batch of a step is the same."""
-    options = f"{STEPS} 3 --micro_batch_size 16"
-    run(f"train.py {options}", tmp_path)
-    assert told(run(f"train.py --resume auto --max_steps 5 {ON_2}", tmp_path).stdout) == []
-    assert told(run("train.py --resume auto --max_steps 7 --devices 1", tmp_path).stdout) == []
-
-
-def test_another_micro_batch_size_is_not_compared(tmp_path):
-    call(f"train.py {STEPS} 3", tmp_path)
-    assert resumed(REPO, tmp_path, 5, "--micro_batch_size 32") == []
-    assert resumed(REPO, tmp_path, 7, "--micro_batch_size 16") == []
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_loss_that_changes_its_batch_in_place_is_no_change_of_the_data(steps: int, tmp_path):
-    program = insert_after(tmp_path / "program", "batch", "images.mul_(0.5)")
-    call(f"{program}/train.py {STEPS} {steps}", tmp_path)
-    assert resumed(program, tmp_path, steps + 3) == []
-    assert resumed(program, tmp_path, steps + 6) == []
-
-
-def test_a_batch_that_cannot_be_saved_is_not_compared(tmp_path):
-    program = insert_before(tmp_path / "program", "train", "class Unsaved:\n    __reduce__ = None\n\n\n")
-    data = program / "data.py"
-    data.write_text(data.read_text().replace("return batch  # __getitems__", "return *batch, (i for i in ())  #"))
-    replace(program, "batch", "    images, targets, _ = batch\n")
+@pytest.mark.parametrize("code", ["images.mul_(0.5)", "images.add_(torch.randn_like(images))"])
+def test_a_loss_that_changes_its_batch_in_place_is_no_change_of_the_data(code: str, tmp_path):
+    program = insert_after(tmp_path / "program", "batch", code)
     call(f"{program}/train.py {STEPS} 3", tmp_path)
-    assert resumed(program, tmp_path, 5) == []
+    assert resumed(program, tmp_path, 6) == []
+    assert told(call(f"{program}/train.py {FAST_RUN}", tmp_path).stdout) == []
+
+
+def test_what_is_trained_is_the_same_without_a_fingerprint(trained, tmp_path):
+    """To fetch the samples draws random numbers. Here the dataset draws some for each of them, and when it is built."""
+    without = replace(tmp_path / "program", "num_classes", "self.num_classes, self.fingerprint = num_classes, None")
+    (tmp_path / "without").mkdir()
+    printed = call(f"{without}/train.py {STEPS} 6 --micro_batch_size 32", tmp_path / "without").stdout
+    assert without_fingerprint(printed) == ["training", "validation"]
+    assert_same_run(tmp_path / "without", trained)
 
 
 # ---- what did
 
 CHANGES = {
-    "labels": ("target tensor", "9 - torch.tensor(targets,"),
-    "scale": ("grey values", "images / 15"),
-    "augmentation": ("shift", "shift=2 if augment else 0"),
-    "no augmentation": ("shift", "shift=0"),
-    "order": ("order", "{self.seed} {epoch} "),
-    "split": ("permutation", "np.random.default_rng(1)"),
+    "labels": ("target tensor", "9 - torch.tensor(targets,", ["training", "validation"]),
+    "scale": ("grey values", "images / 15", ["training", "validation"]),
+    "split": ("permutation", "np.random.default_rng(1)", ["training", "validation"]),
+    "augmentation": ("shift", "shift=2 if augment else 0", ["training"]),
+    "no augmentation": ("shift", "shift=0", ["training"]),
+    "training images": ("training images", "ImageDataset(images[train] + 1", ["training"]),
+    "validation images": ("validation images", "ImageDataset(images[val] + 1", ["validation"]),
 }
 
 
-@pytest.mark.parametrize("steps", [6, 8], ids=["in an epoch", "between two"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_data_are_told(change: str, steps: int, tmp_path):
-    call(f"train.py {STEPS} {steps} --micro_batch_size 32", tmp_path)
-    program = replace(tmp_path / "program", *CHANGES[change])
-    found = resumed(program, tmp_path, steps + 2, "--num_workers 2")
-    assert found[-1] == f"the batch of step {steps}"
-    assert found[:-1] == (["the first validation batch"] if change in ("labels", "scale", "split") else [])
-    assert resumed(program, tmp_path, steps + 4) == []
-    assert f"the batch of step {steps} {HAS_CHANGED}" in (run_dir(tmp_path) / "train.log").read_text()
+def test_changed_data_are_told_by_the_name_of_the_set(change: str, stopped, tmp_path):
+    """Once: the next resume goes on with these."""
+    point, text, expected = CHANGES[change]
+    program = replace(tmp_path / "program", point, text)
+    assert resumed(program, stopped, 8, "--num_workers 2 --micro_batch_size 16") == expected
+    assert told((run_dir(stopped) / "train.log").read_text()) == expected
+    assert resumed(program, stopped, 9) == []
 
 
-def test_changed_data_are_told_after_a_process_of_one_step(tmp_path):
-    call(f"train.py {STEPS} 1 --micro_batch_size 32", tmp_path)
-    program = replace(tmp_path / "program", *CHANGES["augmentation"])
-    assert resumed(program, tmp_path, 3) == ["the batch of step 1"]
+def test_changed_data_are_told_once_on_two_processes(stopped, tmp_path):
+    program = replace(tmp_path / "program", *CHANGES["augmentation"][:2])
+    printed = run(f"{program}/train.py --resume auto --max_steps 8 {ON_2}", stopped).stdout
+    assert told(printed) == ["training"] and "finished after 8 of 8" in printed
 
 
-def test_changed_data_are_told_on_two_devices_once(tmp_path):
-    call(f"train.py {STEPS} 6", tmp_path)
-    program = replace(tmp_path / "program", *CHANGES["augmentation"])
-    printed = run(f"{program}/train.py --resume auto --max_steps 8 --micro_batch_size 64", tmp_path).stdout
-    assert told(printed) == ["the batch of step 6"]
-    printed = run(f"train.py --resume auto --max_steps 10 --micro_batch_size 32 {ON_2}", tmp_path).stdout
-    assert told(printed) == []  # in other micro-batches
-    printed = run(f"{program}/train.py --resume auto --max_steps 12 {ON_2}", tmp_path).stdout
-    assert told(printed) == ["the batch of step 10"]
+def test_data_that_differ_at_each_start_are_told_by_a_rehearsal(tmp_path):
+    program = replace(tmp_path / "program", *UNSEEDED)
+    assert told(call(f"{program}/train.py {FAST_RUN}", tmp_path).stdout) == ["training", "validation"]
+    assert told(call(f"train.py {FAST_RUN}", tmp_path).stdout) == []
 
 
-def test_changed_validation_data_are_told(tmp_path):
-    call(f"train.py {STEPS} 6", tmp_path)
-    program = replace(tmp_path / "program", "validation images", "ImageDataset(images[val] + 1")
-    assert resumed(program, tmp_path, 8) == ["the first validation batch"]
+def test_a_set_that_is_new_is_not_compared(stopped, tmp_path):
+    program = with_text(tmp_path / "program", "data.py", ("    return {\n", '    return {\n        "more": images,\n'))
+    assert resumed(program, stopped, 8) == []
+    assert resumed(with_text(program, "data.py", ('"more": images', '"more": images + 1')), stopped, 9) == ["more"]
+    assert resumed(REPO, stopped, 10) == []
 
 
-GENERATOR = "self.num_classes, self.generator = num_classes, np.random.default_rng({})"
+# ---- ranks that differ
 
-
-@pytest.mark.parametrize("seed", ["", "0"])
-def test_a_dataset_that_draws_from_a_generator_of_its_own_is_told_by_a_rehearsal(seed: str, tmp_path):
-    """A resumed run would be another one: it makes the generator anew."""
-    program = replace(tmp_path / "program", "num_classes", GENERATOR.format(seed))
-    insert_before(program, "fetch", "self.generator.shuffle(indices)")
-    assert told(call(f"{program}/train.py {SMALL} --fast_run", tmp_path).stdout)[-1] == "the batch of step 2"
-
-
-ORDER = """
-def order(self, epoch, generator):
-    self.rounds = getattr(self, "rounds", 0) + 1
-    return np.random.default_rng({seed}).permutation(len(self))
-
+UNSEEDED = ("permutation", "np.random.default_rng()")
+# Classes in the order of a set of strings, which is another one in each process.
+CLASSES = """
+    names = [f"digit {target}" for target in targets]
+    targets = np.array([[*set(names)].index(name) for name in names])
 """
+SHARD = """
+    import os
+
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    train = """
+DIFFERENT = {  # on each rank
+    "split": lambda program: replace(program, *UNSEEDED),
+    "shard": lambda program: insert_before(program, "statistics", f"{SHARD} train[:1216].reshape(2, -1)[rank]"),
+    "uneven shard": lambda program: insert_before(program, "statistics", f"{SHARD} train[rank::2]"),
+    "validation": lambda program: replace(
+        program, "validation images", "ImageDataset(np.random.default_rng().random() + images[val]"
+    ),
+}
+FOUND = {"uneven shard": "the number of training samples", "validation": "checksum of validation samples"}
 
 
-@pytest.mark.parametrize("steps, seed, expected", [
-    (6, "epoch", []),
-    (6, "self.rounds", ["the batch of step 6"]),
-    (8, "self.rounds", []),
-])  # fmt: skip
-def test_an_order_of_ones_own_is_compared_within_an_epoch_alone(steps: int, seed: str, expected: list, tmp_path):
-    """After its end the order may be another one, if it depends on the training."""
-    program = insert_before(tmp_path / "program", "length method", ORDER.format(seed=seed))
-    call(f"{program}/train.py {STEPS} {steps}", tmp_path)
-    assert resumed(program, tmp_path, steps + 2) == expected
+def assert_refused(error: str, found: str) -> None:
+    """By each rank in one line, with the rank that differs and its host."""
+    host = re.escape(os.uname().nodename)
+    told = rf"train.py: error: rank [01]: {found}: \d+ on rank 1 \({host}\), \d+ on rank 0; all machines need .*"
+    lines = error.splitlines()
+    assert 1 <= len(lines) <= 2 and all(re.fullmatch(told, line) for line in lines), error
+
+
+@pytest.mark.parametrize("options", [f"{STEPS} 1", FAST_RUN], ids=["run", "rehearsal"])
+@pytest.mark.parametrize("edit", DIFFERENT)
+def test_data_that_differ_between_the_ranks_are_refused(edit: str, options: str, program, cwd):
+    """Before anything is written."""
+    error = run(f"{DIFFERENT[edit](program)}/train.py {options} {ON_2}", cwd, code=2).stderr
+    assert_refused(error, FOUND.get(edit, "checksum of training samples"))
+    assert not [*cwd.iterdir()]
+
+
+def test_classes_in_the_order_of_a_set_are_refused_or_told(program, cwd):
+    """Where the ranks have other orders, and on a resume, which has another one. torchrun gives no rank a seed."""
+    insert_before(program, "target tensor line", CLASSES)
+    command = f"{program}/train.py {STEPS} 1 --num_nodes 2 --devices 1"
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(command, cwd, NODE_RANK=str(rank), PYTHONHASHSEED=str(rank + 1), **env) for rank in range(2)]
+    for process in ranks:
+        assert_refused(process.communicate(timeout=300)[1], "checksum of training samples")
+        assert process.returncode == 2
+    assert not [*cwd.iterdir()]
+    run(f"{program}/train.py {STEPS} 3", cwd, PYTHONHASHSEED="1")
+    for steps, seed, expected in ((4, "1", []), (5, "2", ["training", "validation"])):
+        printed = run(f"{program}/train.py --resume auto --max_steps {steps}", cwd, PYTHONHASHSEED=seed).stdout
+        assert told(printed) == expected
+
+
+# ---- sets without a fingerprint
+
+
+def test_a_set_without_a_fingerprint_is_named_at_the_start(program, cwd):
+    """Its samples have an object that has no checksum."""
+    with_text(program, "data.py", ("        return batch  #", "        return *batch, object()  #"))
+    replace(program, "batch", "    images, targets, _ = batch\n")
+    replace(program, "image shape", "image = dataset.images[0]")
+    for command in (f"{STEPS} 3", "--resume auto --max_steps 5"):
+        printed = call(f"{program}/train.py {command}", cwd).stdout
+        assert without_fingerprint(printed) == ["training", "validation"] and told(printed) == []
+
+
+def test_an_empty_set_is_not_named(program, cwd):
+    replace(program, "validation images", "ImageDataset(images[val][:0]")
+    with_text(program, "data.py", ("targets[val]", "targets[val][:0]"))
+    for command in (f"{STEPS} 3 --monitor train/loss --monitor_mode min", "--resume auto --max_steps 5"):
+        printed = call(f"{program}/train.py {command}", cwd).stdout
+        assert ", 0 validation samples" in printed and not without_fingerprint(printed) + told(printed)
+
+
+def digits(**attributes) -> ImageDataset:
+    dataset = build_datasets(TrainConfig())["train"]
+    for name, value in attributes.items():
+        setattr(dataset, name, value)
+    return dataset
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Cannot be fetched alone."""
+
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, indices):
+        first, *_, last = [torch.tensor(index) for index in indices]
+        return [first, last][: len(indices) // 2 * 2 or first.no_such_thing]
+
+
+def test_which_sets_have_none():
+    assert fingerprint(digits()) == fingerprint(digits()) is not None
+    for without in (digits(fingerprint=None), digits(order=lambda epoch, generator: [1]), Pairs(), object()):
+        assert fingerprint(without) is None
+
+
+def test_a_fingerprint_is_of_samples_from_the_first_to_the_last_one():
+    numbers = torch.arange(1000)
+    before = fingerprint(torch.utils.data.TensorDataset(numbers))
+    for index in (0, 1, 999):
+        changed = numbers.clone()
+        changed[index] = -1
+        assert (fingerprint(torch.utils.data.TensorDataset(changed)) == before) == (index == 1)
+    assert fingerprint(torch.utils.data.TensorDataset(numbers[:1])) is not None
+
+
+def test_a_fingerprint_opens_nothing_in_the_dataset():
+    """A data worker opens its own file."""
+
+    class OfFile(torch.utils.data.Dataset):
+        file = None
+
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            self.file = self.file or open(os.devnull)  # noqa: SIM115
+            return index
+
+    dataset = OfFile()
+    assert fingerprint(dataset) is not None and dataset.file is None
 
 
 # ---- the checksum
+
+# Values, which print their checksums: of the same content in each process.
+EQUAL = """
+import sys; sys.path.insert(0, {root!r})
+from collections import OrderedDict, UserDict
+import numpy as np, torch
+from runtime.loader import checksum
+
+text = "".join(chr(ord("a") + number) for number in range(5))  # not the object of a literal
+values = [
+    {{"one", "two", "three", "four", text, 5, None}}, frozenset([(1, text), (2, "x")]), [{{"deep": {{text, "c"}}}}],
+    {{"x": 1, text: 2.5, "z": b"3"}}, UserDict(y=[text], x=(1, 2)), text, -0.0, 1e300, True, None, 3 + 4j,
+    np.arange(12.0).reshape(3, 4).T, np.float32(2), np.array([text, "longer"]), np.datetime64("2026-01-01"),
+    torch.arange(12).reshape(3, 4).T, torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.ones(0, 3),
+    torch.tensor([1 + 2j]), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)),
+]
+print(*[checksum(value) for value in values])
+"""
+
+
+def test_a_checksum_is_the_same_in_each_process(tmp_path):
+    (tmp_path / "equal.py").write_text(EQUAL.format(root=str(REPO)))
+    printed = [run(f"{tmp_path}/equal.py", tmp_path, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")]
+    assert printed[0] == printed[1]
+    first = printed[0].split()
+    assert len({*first}) == len(first) - 1  # a parameter is a tensor
 
 
 def test_a_checksum_is_of_the_values_alone():
@@ -155,7 +287,24 @@ def test_a_checksum_is_of_the_values_alone():
     again["images"][0, 0, 0, 0] += 1
     assert checksum(batch) != checksum(again)
     assert checksum(batch | {"more": [(1, "b"), torch.ones(2)]}) != checksum(batch)
-    assert checksum(number for number in (1, 2)) is None
+    for one, other in (
+        ([1, 2], [2, 1]),
+        ({1, 2}, {1, 3}),
+        ({"a": 1}, {"a": 2}),
+        (1, True),
+        (1, "1"),
+        (torch.ones(2), torch.ones(2, 1)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (np.ones(2), np.ones(2, dtype=np.float32)),
+        ("a", "b"),
+    ):
+        assert checksum(one) != checksum(other), one
+
+
+@pytest.mark.parametrize("value", [object(), (number for number in (1, 2)), {"x": [Path()]}, np.array([object()])])
+def test_another_object_has_no_checksum(value):
+    with pytest.raises(TypeError, match="has no checksum"):
+        checksum(value)
 
 
 def test_a_checksum_takes_no_more_memory_than_the_batch():
