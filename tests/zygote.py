@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 # What the programs import of other packages, with what they import late.
 SHARED = (
     "torch torch.distributed torch.utils.data torchmetrics.classification lightning.fabric tqdm yaml simple_parsing "
-    "sklearn.datasets tensorboard.compat.proto.event_pb2 torch.utils.tensorboard torch._dynamo"
+    "sklearn.datasets tensorboard.compat.proto.event_pb2 torch.utils.tensorboard torch._dynamo filelock"
 )
 PR_SET_CHILD_SUBREAPER = 36
 # How variables begin that no import reads: a fork may have others than the zygote.
