@@ -167,7 +167,8 @@ def test_muon_trains_the_matrices_of_the_hidden_layers_and_adamw_the_others(with
 def test_each_optimizer_has_a_rate_of_its_own_and_the_norm_is_that_of_all_gradients(with_muon, tmp_path):
     """Where Muon's is 0, the hidden matrices stay as they were. The norm is that of the recipe alone."""
     program = with_recipe("language_model", tmp_path / "program")
-    still = apply(MUON.replace('hidden, "lr_factor": 1.0', 'hidden, "lr_factor": 0.0'), program)
+    groups = 'torch.optim.Muon([{"params": hidden, "lr_factor": 0.0}], '
+    still = apply(MUON.replace("torch.optim.Muon(hidden, ", groups), program)
     weights_of, norms = {}, {}
     for name, script in {
         "still": still,
