@@ -5,7 +5,7 @@ python benchmarks/loader.py --kinds tensors --workers 0 --rounds 3
 
 `tensors` is a plain TensorDataset, `png` and `jpeg` are files that Pillow opens. A round reads the data set once, in
 batches of 64, with an iterator that is new and workers that are not. The template's is the one that its loop calls,
-`Loader.batches_from`. The best round of each loader counts.
+`Loader.epochs_from`. The best round of each loader counts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import TrainConfig  # noqa: E402
-from data import Loader, TrainSampler  # noqa: E402
+from runtime.loader import Loader, TrainSampler  # noqa: E402
 from utils import make_plan  # noqa: E402
 
 BATCH_SIZE, PICTURES = 64, 640
@@ -79,14 +79,14 @@ if __name__ == "__main__":
             for workers in options.workers:
                 with ExitStack() as resources:
                     config = TrainConfig(num_workers=workers, effective_batch_size=BATCH_SIZE)
-                    plan = make_plan(config, n, val_samples=0, world_size=1, saved_micro_batch_size=0)
+                    plan = make_plan(config, n, val_samples=0, world_size=1, saved_size=0)
                     steps = plan.steps_per_epoch
                     own = Loader(fabric, dataset, TrainSampler(plan, dataset, rank=0, seed=0), config, resources)
                     torchs = DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers,
                                         persistent_workers=workers > 0)  # fmt: skip
                     best = {}
                     for number in range(options.rounds + 1):
-                        epochs = {"template": islice(own.batches_from(number * steps), steps), "torch": torchs}
+                        epochs = {"template": islice(own.epochs_from(number * steps), steps), "torch": torchs}
                         for name in epochs if number % 2 else reversed(epochs):
                             taken = seconds(epochs[name])
                             if number:  # the first round starts the workers

@@ -18,6 +18,7 @@ from works import VALIDATED, WORKS, build, tensors  # noqa: E402
 
 import data  # noqa: E402
 from config import TrainConfig  # noqa: E402
+from runtime.loader import Loader, TrainSampler  # noqa: E402
 from utils import make_plan  # noqa: E402
 
 LOG_EVERY = 50
@@ -178,7 +179,7 @@ def hf(model, optimizer, loader, epochs):
     OwnLoader(Wrapped(), arguments, train_dataset=Named(), callbacks=[Report()], optimizers=(optimizer, None)).train()
 
 
-class Epochs(data.TrainSampler):
+class Epochs(TrainSampler):
     """Goes on to the next epoch by itself, and has a length: the template's loop needs neither."""
 
     def __len__(self):
@@ -201,9 +202,9 @@ def main(peer: str, work: str) -> None:
     if batched:
         plain = data.ImageDataset(images, targets, num_classes=10)
         config = TrainConfig(effective_batch_size=batch_size)
-        plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_micro_batch_size=0)
+        plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_size=0)
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = data.Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config, ExitStack())
+        loader = Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config, ExitStack())
     else:
         loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
     if name == "limit":

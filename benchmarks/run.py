@@ -59,6 +59,7 @@ def copy_template(work: str, folder: Path, root: Path = HERE.parent) -> Path:
     folder.mkdir(parents=True)
     for path in (*root.glob("*.py"), HERE / "works.py"):
         shutil.copy(path, folder)
+    shutil.copytree(root / "runtime", folder / "runtime")
     (folder / "model.py").write_text(f"from works import build\n\n\ndef Model(*_):\n    return build({work!r})\n")
     with open(folder / "data.py", "a") as file:
         file.write(DATA.format(work=work))
@@ -72,7 +73,11 @@ def template_command(work: str, folder: Path, root: Path = HERE.parent) -> list:
     """The command that trains the work with a copy of the template in `folder`."""
     command = [copy_template(work, folder, root), *OPTIONS, "--epochs", WORKS[work]["epochs"]]
     command += ["--effective_batch_size", WORKS[work]["batch_size"], "--base_lr", WORKS[work]["lr"]]
-    return command if work in VALIDATED else [*command, "--limit_val_batches", 0, "--monitor", "train/loss"]
+    return (
+        command
+        if work in VALIDATED
+        else [*command, "--limit_val_batches", 0, "--monitor", "train/loss", "--monitor_mode", "min"]
+    )
 
 
 def on_one_core(command: list) -> list[str]:

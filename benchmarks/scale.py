@@ -23,11 +23,10 @@ from lightning.fabric import Fabric
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import run  # noqa: E402
-from loggers import Console  # noqa: E402
-from rundir import RunDir  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
-from data import Loader, TrainSampler  # noqa: E402
+from runtime.loader import Loader, TrainSampler  # noqa: E402
+from runtime.rundir import RunDir  # noqa: E402
 from utils import make_plan  # noqa: E402
 
 
@@ -69,7 +68,7 @@ def cost(function, *args) -> tuple[float, float]:
 def sampler_of(samples: int) -> TrainSampler:
     """Epochs in batches of 256, on one process."""
     config = TrainConfig(effective_batch_size=256)
-    plan = make_plan(config, samples, val_samples=0, world_size=1, saved_micro_batch_size=0)
+    plan = make_plan(config, samples, val_samples=0, world_size=1, saved_size=0)
     return TrainSampler(plan, range(samples), rank=0, seed=0)
 
 
@@ -80,7 +79,7 @@ def first_batch(samples: int) -> None:
 def private_mb_of_a_worker(samples: int) -> tuple[float]:
     """Memory that a data worker has for itself alone, in the middle of an epoch."""
     fabric, config = Fabric(accelerator="cpu", devices=1), TrainConfig(num_workers=2)
-    batches = Loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()).batches_from(0)
+    batches = Loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()).epochs_from(0)
     for _ in range(100):
         next(batches)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -105,7 +104,18 @@ def large_state(fabric: Fabric, width: int) -> dict:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     model, optimizer = fabric.setup(net, optimizer)
-    return {"model": model, "optimizer": optimizer, "step": 0}
+    return {"model": model, "optimizer": optimizer, "step": 0, "best": None, "best_step": 0, "bad_validations": 0}
+
+
+def begun(fabric: Fabric, folder: str, state: dict, resources: ExitStack) -> RunDir:
+    """The directory of a run that has made its first step."""
+    config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
+    run_dir = RunDir(fabric, config, resources)
+    datasets = run_dir.build(lambda: {"train": Numbers(1000), "val": Numbers(1000)})
+    run_dir.restore(state, make_plan(config, len(datasets["train"]), len(datasets["val"]), 1, saved_size=0))
+    run_dir.header(state["model"])
+    run_dir.start({"loss": torch.zeros((), requires_grad=True)}, {"accuracy": 0.0})
+    return run_dir
 
 
 def save() -> None:
@@ -114,12 +124,8 @@ def save() -> None:
     net, optimizer = state["model"].module, state["optimizer"]
     with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
         path = Path(folder)
-        config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
-        run_dir = RunDir(fabric, config, resources)
-        run_dir.restore(state, {})
-        steps = 7
-        run_dir.start(0, Console(False, 0, steps, config.monitor, resources))  # False: prints nothing
-        for step in range(1, steps + 1):
+        run_dir = begun(fabric, folder, state, resources)
+        for step in range(1, 8):
             state["step"] = step
             os.sync()
             began = time.perf_counter()
@@ -143,9 +149,7 @@ def stands() -> None:
     fabric, waits = Fabric(accelerator="cpu", devices=1), []
     state = large_state(fabric, 2035)
     with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
-        run_dir = RunDir(fabric, TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2), resources)
-        run_dir.restore(state, {})
-        run_dir.start(0, Console(False, 0, 1, "", resources))  # False: prints nothing
+        run_dir = begun(fabric, folder, state, resources)
         for step in range(1, 6):
             state["step"] = step
             began = time.perf_counter()
@@ -161,8 +165,10 @@ def stands() -> None:
 # Runs train.py of the working directory, and prints the share of the time that it spent in RunDir.save.
 TIMED = """
 import sys, time
-import cli, train
-from rundir import RunDir
+import train
+from config import TrainConfig
+from runtime import cli
+from runtime.rundir import RunDir
 
 saved = []
 def timed(*args, save=RunDir.save, **kwargs):
@@ -171,7 +177,7 @@ def timed(*args, save=RunDir.save, **kwargs):
     saved.append((began, time.perf_counter() - began))
 
 RunDir.save = timed
-train.main(cli.parse_train(sys.argv[1:]))
+train.main(cli.parse_train(TrainConfig, sys.argv[1:]))
 _, *saved, (end, _) = saved  # from the first epoch's to the last one's
 print(sum(seconds for _, seconds in saved) / (end - saved[0][0]))
 """

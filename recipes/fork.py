@@ -25,20 +25,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning.fabric import Fabric
+from simple_parsing import replace
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-import checkpoints  # noqa: E402
-import cli  # noqa: E402
-from launch import run_and_exit  # noqa: E402
-from loggers import CSVLogger  # noqa: E402
-from rundir import RunDir, code_folder  # noqa: E402
-
-from config import LENGTH_OPTIONS, UNTRAINED_OPTIONS, ConfigError, TrainConfig, mode_of, values_of  # noqa: E402
-from utils import write_json  # noqa: E402
-
-RATE_OPTIONS = ("base_lr", "base_batch_size", "lr_scaling_rule", "warmup_epochs", "lr_schedule")
-# Where nothing else changes, a resume still compares the data with those of the parent.
-SAME_DATA = {"out_dir", "num_checkpoint_keep", *LENGTH_OPTIONS, *RATE_OPTIONS, *UNTRAINED_OPTIONS} - {"data_dir"}
+from config import TrainConfig  # noqa: E402
+from runtime import checkpoints, cli  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
+from runtime.files import write_json  # noqa: E402
+from runtime.launch import run_and_exit  # noqa: E402
+from runtime.loggers import CSVLogger  # noqa: E402
+from runtime.options import values_of  # noqa: E402
+from runtime.rundir import RunDir, code_folder  # noqa: E402
 
 
 def read(path: Path) -> tuple[dict, str]:
@@ -78,16 +75,13 @@ def fork(path: Path, saved: dict, digest: str, change: Callable[[TrainConfig], T
     """
     about = saved["checkpoint"]
     with cli.errors_of(f"config of {path}"):
-        before = cli.config_of(about["config"])
+        before = cli.config_of(TrainConfig, about["config"])
     config = change(before)
-    mode_of(config)  # raises ConfigError if it is not known
     old = values_of(before)
     new = values_of(config)
-    changed = {name for name in new if new[name] != old[name]}
     about["fixed"] = {name: value for name, value in about["fixed"].items() if not name.startswith("--")}  # sizes
-    if changed - SAME_DATA:
+    if any(new[name] != old[name] for name in (*config.fixed_on_resume, *config.per_host)):  # may be of the data
         about["fixed"] = {}
-        saved |= {"train_batch": None, "val_batch": None}  # checksums of batches
     about["summary"]["last"].pop("best", None)
     saved |= {"best": None, "best_step": 0, "bad_validations": 0}  # the file of the best one is the parent's
     cli.words_of_launcher()  # unsets what a job of Slurm has set: Fabric would wait for other processes
@@ -114,7 +108,7 @@ def fill(run: RunDir, path: Path, saved: dict, digest: str):
     rows = parent / "logs" / "csv" / "metrics.csv"
     if rows.is_file():
         shutil.copy(rows, run.path / "logs" / "csv")
-        CSVLogger(run.path, step)  # drops the rows of later steps
+        CSVLogger(run.path, step, run.config)  # drops the rows of later steps
     code = code_folder(parent, about["code"])
     if code.is_dir():
         shutil.copytree(code, run.path / "provenance" / code.name)
@@ -124,14 +118,14 @@ def fill(run: RunDir, path: Path, saved: dict, digest: str):
     run.write_config()
 
 
-def parse(argv: list[str]) -> tuple[Path, dict]:
+def parse(cls: type, argv: list[str]) -> tuple[Path, dict]:
     """The path or name of the parent, and the options that are given. Raises ConfigError."""
     if {"-h", "--help"} & {*argv}:
         print(__doc__)
         sys.exit()
     if not argv or argv[0].startswith("-"):
         raise ConfigError("expected a checkpoint or a run, and then the options; --help says more")
-    given = cli.parse(TrainConfig, argv[1:])
+    given = cli.parse(cls, argv[1:])
     for name in ("resume", "config_path", "fast_run"):
         if name in given:
             raise ConfigError(f"--{name}: does not go with a fork")
@@ -150,11 +144,11 @@ def main(arguments: tuple[Path, dict]) -> int:
         if newest is None:
             raise ConfigError(f"{run_dir} has no whole checkpoint")
         found = newest
-    run = fork(*found, lambda config: cli.config_with(config, given))
+    run = fork(*found, lambda config: replace(config, given))
     cli.say(f"{run.path} begins after step {found[1]['checkpoint']['step']} of {found[0]}")
     cli.say(f"next: {run.next_command(is_finished=False)}")
     return 0
 
 
 if __name__ == "__main__":
-    run_and_exit(main, cli.parse_or_exit(parse))
+    run_and_exit(main, cli.parse_or_exit(parse, TrainConfig))

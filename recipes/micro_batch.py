@@ -23,9 +23,9 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
-import cli  # noqa: E402
-
-from config import ConfigError, TrainConfig  # noqa: E402
+from config import TrainConfig  # noqa: E402
+from runtime import cli  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
 
 OWN = ("micro_batch_size", "fast_run")  # options that train.py gets from here
 STEPS = 4  # of a rehearsal: its validation then has batches as large as those of the run
@@ -38,7 +38,7 @@ def parse(words: list[str]) -> TrainConfig:
     for name in OWN:
         if name in cli.parse(TrainConfig, words):
             raise ConfigError(f"--{name}: is given to train.py by this script")
-    config = cli.parse_train([*words, f"--fast_run={STEPS}"])
+    config = cli.parse_train(TrainConfig, [*words, f"--fast_run={STEPS}"])
     if config.num_nodes > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("run it on one machine, by python alone: it starts the processes of --devices itself")
     return config
@@ -47,8 +47,7 @@ def parse(words: list[str]) -> TrainConfig:
 def possible_sizes(config: TrainConfig) -> list[int]:
     """The micro-batch sizes that are possible, the smallest first. Raises ConfigError if the effective batch size does
     not divide, or the machine does not have the devices."""
-    from launch import build_fabric  # imports torch
-
+    from runtime.launch import build_fabric  # imports torch
     from utils import choose_micro_batch_size
 
     world_size = build_fabric(config).world_size

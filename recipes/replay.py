@@ -34,16 +34,19 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-import cli  # noqa: E402
-from checkpoints import checkpoints_of, load, named_tensors, step_of  # noqa: E402
 from fork import fork, read_first  # noqa: E402
-from launch import run_and_exit  # noqa: E402
-from rundir import RunDir  # noqa: E402
 
 import train  # noqa: E402
-from config import ConfigError  # noqa: E402
-from data import TrainSampler, seeder  # noqa: E402
-from utils import Plan, as_scalars, atomically, clip_gradients, unscale_gradients, write_json  # noqa: E402
+from config import TrainConfig  # noqa: E402
+from runtime import cli  # noqa: E402
+from runtime.checkpoints import checkpoints_of, load, named_tensors, step_of  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
+from runtime.files import atomically, write_json  # noqa: E402
+from runtime.launch import run_and_exit  # noqa: E402
+from runtime.loader import TrainSampler, seeder  # noqa: E402
+from runtime.meters import as_scalars, clip_gradients, unscale_gradients  # noqa: E402
+from runtime.rundir import RunDir  # noqa: E402
+from utils import Plan  # noqa: E402
 
 TRAIN = train.train
 SHOWN = 10  # losses of a micro-batch
@@ -80,9 +83,9 @@ class Replay:
         self.buffers: dict[Tensor, Tensor] = {}  # those of the models, and copies as they were before this step
         self.compute_loss = train.compute_loss
         train.compute_loss = self.keep_batch
-        train.utils.unscale_gradients = self.end_backward
+        train.unscale_gradients = self.end_backward
         # It would end the run at a first loss that is not finite.
-        RunDir.check_values = lambda *args: None  # type: ignore
+        RunDir.check_loss = lambda *args: None  # type: ignore
         number_of, iterate = Plan.micro_batch_number, TrainSampler.__iter__
         Plan.micro_batch_number = lambda plan, *place: self.begin(plan, place[0], number_of(plan, *place))  # type: ignore
         TrainSampler.__iter__ = lambda sampler: map(self.keep_samples, iterate(sampler))  # type: ignore
@@ -260,12 +263,13 @@ def replayed(args: argparse.Namespace, fabric: Fabric, config, run: RunDir, *oth
 def prepare(args: argparse.Namespace, folder: str) -> Path:
     """Makes the run that is trained up to the step, in a folder. Returns its directory. Raises ConfigError."""
     run_dir = cli.find_run("RUN", args.run, ".")
-    if cli.is_finished(run_dir) and args.step > cli.read_summary(run_dir)["step"]:
-        raise ConfigError(f"--step {args.step}: the last step of {run_dir} is {cli.read_summary(run_dir)['step']}")
-    config = cli.read_config(run_dir)
+    summary = cli.read_summary(run_dir)
+    if summary.get("state") == "finished" and args.step > summary["step"]:
+        raise ConfigError(f"--step {args.step}: the last step of {run_dir} is {summary['step']}")
+    config = cli.read_config(TrainConfig, run_dir)
     later = [path for path in checkpoints_of(run_dir) if step_of(path) >= args.step]
     if later:  # was saved by the process that has trained the step; a resume may have changed options since
-        config = cli.config_of(load(later[-1])["checkpoint"]["config"])
+        config = cli.config_of(TrainConfig, load(later[-1])["checkpoint"]["config"])
     config = replace(
         config,
         out_dir="replay",
@@ -286,7 +290,7 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     return path
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(cls: type, argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = cli.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="a run directory, or its name without the time")
@@ -303,11 +307,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> int:
     train.train = partial(replayed, args)
     if cli.is_child_of_fabric():
-        return train.main(cli.parse_train(["--resume", os.environ["REPLAY"]]))
+        return train.main(cli.parse_train(TrainConfig, ["--resume", os.environ["REPLAY"]]))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["REPLAY"] = str(prepare(args, folder))  # for the other processes, which run this script, too
-        return train.main(cli.parse_train(["--resume", os.environ["REPLAY"]]))
+        return train.main(cli.parse_train(TrainConfig, ["--resume", os.environ["REPLAY"]]))
 
 
 if __name__ == "__main__":
-    run_and_exit(main, cli.parse_or_exit(parse))
+    run_and_exit(main, cli.parse_or_exit(parse, TrainConfig))

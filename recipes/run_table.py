@@ -20,7 +20,7 @@ import yaml
 from simple_parsing.utils import flatten_join
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from config import ConfigError, TrainConfig, mode_of  # noqa: E402 - it imports no torch
+from runtime.errors import ConfigError  # noqa: E402
 
 NO_COLUMNS = ("path", "run", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
 AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
@@ -90,10 +90,10 @@ def read_code(path: Path) -> str | None:
 
 def read_mode(options: dict) -> str:
     """Whether the "max" or the "min" of the monitored value is best; nothing of options that are damaged."""
-    try:
-        return mode_of(TrainConfig(monitor=options["monitor"], monitor_mode=options["monitor_mode"]))
-    except (KeyError, ConfigError):
-        return ""
+    mode = options.get("monitor_mode", "")
+    if mode == "auto":  # of an older version, for names that end in `loss` or `accuracy`
+        return "min" if options.get("monitor", "").endswith("loss") else "max"
+    return mode if mode in ("max", "min") else ""
 
 
 def read_run(path: Path) -> dict:

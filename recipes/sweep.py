@@ -37,9 +37,9 @@ from runs import curve
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
-import cli  # noqa: E402 - they import no torch
-
-from config import ConfigError, TrainConfig, mode_of  # noqa: E402
+from config import TrainConfig  # noqa: E402 - they import no torch
+from runtime import cli  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
 
 try:
     import optuna.storages.journal
@@ -93,13 +93,17 @@ class Sweep:
             fixed = {name: value for name, value in content.items() if name not in choices}
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}
         averaged = {name: self.space.pop(name).choices for name in AVERAGED if isinstance(choices.get(name), list)}
-        self.words = [*cli.words_of(fixed), *args.options]
+        self.words = [*cli.words_of(TrainConfig, fixed), *args.options]
         self.averaged = combinations(averaged)
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
         self.points = [{}] * args.trials if dict in map(type, choices.values()) else grid  # what is not drawn of each
-        configs = [cli.parse_train(self.words + cli.words_of(point | own)) for point in grid for own in self.averaged]
+        configs = [
+            cli.parse_train(TrainConfig, self.words + cli.words_of(TrainConfig, point | own))
+            for point in grid
+            for own in self.averaged
+        ]
         self.monitor = configs[0].monitor
-        if len({(config.monitor, mode_of(config)) for config in configs}) > 1:
+        if len({(config.monitor, config.monitor_mode) for config in configs}) > 1:
             raise ConfigError("monitor and monitor_mode must be the same in all runs")
         if args.prune and any("csv" not in config.logger_name for config in configs):
             raise ConfigError("--prune: cannot see the values without metrics.csv; add csv to --logger_name")
@@ -112,7 +116,7 @@ class Sweep:
             self.study = optuna.create_study(
                 study_name=self.name,
                 storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(journal.name)),
-                direction="maximize" if mode_of(configs[0]) == "max" else "minimize",
+                direction="maximize" if configs[0].monitor_mode == "max" else "minimize",
                 sampler=optuna.samplers.TPESampler(constant_liar=True),
                 load_if_exists=True,
             )
@@ -196,7 +200,7 @@ class Sweep:
     def run(self, trial: Trial, name: str, own: dict, output: TextIO, device, is_first: bool) -> tuple[int, bool]:
         """Runs train.py. Returns its exit code, and whether the pruner has stopped it."""
         link = [sys.executable, "-I", "-c", LINK] if sys.platform == "linux" else []
-        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *cli.words_of(own)]
+        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *cli.words_of(TrainConfig, own)]
         command += ["--out_dir", name, "--resume", "auto"]
         threads = max(1, (os.cpu_count() or 1) // self.args.jobs)
         env = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
