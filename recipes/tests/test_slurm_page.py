@@ -130,5 +130,5 @@ def test_the_stacks_tell_which_process_the_others_wait_for(tmp_path: Path):
     finally:
         for process in processes:
             process.kill()
-    assert first[0] == ("graph.py", "_engine_run_backward") and ("launch.py", "backward") in first
+    assert first[0] == ("graph.py", "_engine_run_backward") and ("fabric.py", "backward") in first
     assert second[0] == ("train.py", "train")
