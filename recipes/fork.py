@@ -20,7 +20,6 @@ for x in 1e-3 4e-3; do python recipes/fork.py RUN --out_dir lr-$x --base_lr $x &
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,14 +60,14 @@ def read_first(paths: list[Path]) -> tuple[Path, dict, str] | None:
     return None
 
 
-def fork(path: Path, saved: dict, digest: str, change: Callable[[TrainConfig], TrainConfig]) -> RunDir:
+def fork(path: Path, saved: dict, digest: str, given: dict) -> RunDir:
     """Makes the directory of a fork.
 
     Args:
         path: The checkpoint.
         saved: Its contents.
         digest: Its SHA-256.
-        change: Returns the config of the fork for that of the checkpoint.
+        given: The options that differ from those of the checkpoint.
 
     Raises:
         ConfigError: An option is wrong, or the directory cannot be written; nothing is left of it.
@@ -76,12 +75,16 @@ def fork(path: Path, saved: dict, digest: str, change: Callable[[TrainConfig], T
     about = saved["checkpoint"]
     with cli.errors_of(f"config of {path}"):
         before = cli.config_of(TrainConfig, about["config"])
-    config = change(before)
+    config = replace(before, given)
     old = values_of(before)
-    new = values_of(config)
-    about["fixed"] = {name: value for name, value in about["fixed"].items() if not name.startswith("--")}  # sizes
-    if any(new[name] != old[name] for name in (*config.fixed_on_resume, *config.per_host)):  # may be of the data
-        about["fixed"] = {}
+    changed = {name for name, value in values_of(config).items() if value != old[name]}
+    is_same_data = not changed & {*config.fixed_on_resume, *config.per_host}
+    sizes = {name: value for name, value in about["fixed"].items() if not name.startswith("--")}
+    about["fixed"] = sizes if is_same_data else {}
+    for name, optimizer in about["optimizers"].items():
+        for settings, group in zip(optimizer["settings"], saved[name]["param_groups"], strict=True):
+            for option in changed & settings.keys():  # the resume then takes it from the code, as one that is new there
+                del settings[option], group[option]
     about["summary"]["last"].pop("best", None)
     saved |= {"best": None, "best_step": 0, "bad_validations": 0}  # the file of the best one is the parent's
     cli.words_of_launcher()  # unsets what a job of Slurm has set: Fabric would wait for other processes
@@ -144,7 +147,7 @@ def main(arguments: tuple[Path, dict]) -> int:
         if newest is None:
             raise ConfigError(f"{run_dir} has no whole checkpoint")
         found = newest
-    run = fork(*found, lambda config: replace(config, given))
+    run = fork(*found, given)
     cli.say(f"{run.path} begins after step {found[1]['checkpoint']['step']} of {found[0]}")
     cli.say(f"next: {run.next_command(is_finished=False)}")
     return 0

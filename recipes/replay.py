@@ -281,7 +281,7 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     found = read_first([path for path in checkpoints_of(run_dir) if 0 <= step_of(path) < args.step])
     if found:
         cli.say(f"replays {run_dir} from {found[0]}")
-        return fork(*found, lambda before: config).path
+        return fork(*found, vars(config)).path
     cli.say(f"replays {run_dir} from the beginning")
     path = Path(folder) / "replay"  # a run that was killed before its first checkpoint
     path.mkdir()

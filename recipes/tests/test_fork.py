@@ -34,7 +34,7 @@ FORK = "recipes/fork.py"
 # 5 epochs of 4 steps, all of them logged, a checkpoint every second step.
 PARENT = (
     f"train.py {SMALL} --log_interval 1 --checkpoint_interval 2 --num_checkpoint_keep 0 --logger_name csv "
-    "--monitor val/loss"
+    "--monitor val/loss --monitor_mode min"
 )
 STEP_8 = "checkpoints/step-00000008.ckpt"
 
@@ -210,13 +210,22 @@ def test_its_name_is_later_than_that_of_any_run_of_this_name(tmp_path, parent):
 
 def test_options_that_a_resume_cannot_change(parent, tmp_path):
     """The order of the samples, the size of an epoch, and what is best are others."""
-    options = "--seed 7 --effective_batch_size 32 --limit_train_batches 6 --monitor val/accuracy --max_steps 24"
-    folder = fork(parent / STEP_8, tmp_path, options)
+    options = "--seed 7 --effective_batch_size 32 --limit_train_batches 6 --max_steps 24"
+    folder = fork(parent / STEP_8, tmp_path, f"{options} --monitor val/accuracy --monitor_mode max")
     done = call("train.py --resume fork", tmp_path)
     assert "24 steps = 4 epochs x 6 steps" in done.stdout
     values = {int(row["step"]): float(row["val/accuracy"]) for row in rows_of(folder)[8:] if row["val/accuracy"]}
     assert [*values] == [12, 18, 24]
     assert summary(folder)["best"] == max(values.values())
+
+
+def test_another_weight_decay(tmp_path, parent):
+    """The rest of the optimizer goes on: its moments, its steps. Of a run that is resumed, it cannot change."""
+    folder = fork(parent / STEP_8, tmp_path, "--weight_decay 0.5")
+    call("train.py --resume fork", tmp_path)
+    optimizer = torch.load(folder / "checkpoints" / "step-00000020.ckpt", weights_only=True)["optimizer"]
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.5]
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {20}
 
 
 def test_a_decay_branch_falls_from_its_first_step_on(tmp_path, parent):
@@ -227,7 +236,7 @@ def test_a_decay_branch_falls_from_its_first_step_on(tmp_path, parent):
     assert rates[0] == 0.004
 
 
-def test_data_of_another_size_fit_if_more_changes_than_the_length_and_the_rate(parent, tmp_path, program):
+def test_data_of_another_size_fit_if_an_option_of_the_model_or_the_data_changes(parent, tmp_path, program):
     replace(program, "split", "    order = order[:1400]\n    train, val, test = np.split(")
     fork(parent / STEP_8, tmp_path, "--epochs 6 --base_lr 1e-3")
     refused = start("train.py --resume fork", tmp_path, program)
@@ -254,7 +263,7 @@ MISTAKES = {
     "STEP_8 --out_dir fork --epohcs 3": "unknown option --epohcs; did you mean --epochs?",
     "STEP_8 --out_dir fork --base_lr 0": "--base_lr 0.0: must be above 0",
     "STEP_8 --out_dir fork --base_lr much": "--base_lr",
-    "STEP_8 --out_dir fork --monitor val/f1": "--monitor val/f1: its name does not tell",
+    "STEP_8 --out_dir fork --monitor val/f1": "--monitor val/f1: give --monitor and --monitor_mode together",
     "STEP_8 --out_dir fork --resume auto": "--resume: does not go with a fork",
     "STEP_8 --out_dir fork --fast_run": "--fast_run: does not go with a fork",
     "STEP_8 --out_dir ..": "--out_dir ..: must end in the name of a directory",
