@@ -51,7 +51,7 @@ def test_a_profile_has_no_more_steps_than_were_run(max_steps: int, recorded: int
 
 def test_a_profile_is_not_in_the_speed_and_a_resume_makes_another(tmp_path: Path):
     program = with_recipe("profiler", tmp_path / "program")
-    profiling = program / "profiling.py"
+    profiling = program / "wall_time.py"
     text = profiling.read_text()
     assert text.count("        print(profiler.") == 1
     slow = text.replace("        print(profiler.", "        __import__('time').sleep(5)\n        print(profiler.")

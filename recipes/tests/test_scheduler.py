@@ -11,7 +11,8 @@ from helpers import LONG, diffs, edited, history, killed_and_resumed, run_dir
 
 SCHEDULER, PLATEAU = diffs("recipes/README.md")
 EPOCHS = 12
-PLAN = SimpleNamespace(peak_lr=4e-3, total_steps=8 * EPOCHS, monitor_mode="max")
+PLAN = SimpleNamespace(peak_lr=4e-3, total_steps=8 * EPOCHS)
+CONFIG = SimpleNamespace(monitor_mode="max")
 LOW_LR = 1e-5  # the accuracy stays as it is
 OPTIONS = f"{LONG} --epochs {EPOCHS} --log_interval 1"
 OF_TORCH = "torch.optim.lr_scheduler"
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler")
 def of_torch(expression: str, lr: float) -> tuple:
     """An optimizer of one parameter, and a scheduler."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr)
-    return optimizer, eval(expression, {"torch": torch, "optimizer": optimizer, "plan": PLAN})
+    return optimizer, eval(expression, {"torch": torch, "optimizer": optimizer, "plan": PLAN, "config": CONFIG})
 
 
 def rates(cwd: Path) -> list[float]:
