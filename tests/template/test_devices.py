@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import insert_after, insert_before, replace
-from helpers import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of, weights
+from edits import insert_before, replace, with_text
+from helpers import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import utils
 from config import TrainConfig
 from data import build_datasets
-from runtime import launch
-from runtime.launch import PlainFabric, PlainMixedPrecision
+from runtime import launch, meters
 from train import build_model
 
 # 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is
@@ -26,14 +25,23 @@ from train import build_model
 SCALED = """
 del options["precision"]
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-options["plugins"] = PlainMixedPrecision("16-mixed", "cpu", scaler)
+options["plugins"] = MixedPrecision("16-mixed", "cpu", scaler)
 """
+
+
+def scaled_precision(scale: float) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
 
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory) -> Path:
     """A copy of the programs that trains with a gradient scaler."""
-    return insert_before(tmp_path_factory.mktemp("scaled"), "Fabric", SCALED)
+    program = insert_before(tmp_path_factory.mktemp("scaled"), "Fabric", SCALED)
+    imported = (
+        "from lightning.fabric.plugins import Precision\n",
+        "from lightning.fabric.plugins import MixedPrecision, Precision\n",
+    )
+    return with_text(program, "runtime/launch.py", imported)
 
 
 def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
@@ -95,14 +103,13 @@ def test_a_gradient_scaler_is_restored(scaled, tmp_path):
 @pytest.mark.parametrize("max_norm", [0, 0.5])
 def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
     """Also those of a fused optimizer, which alone does not wait for the device in each step."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    fabric = PlainFabric(accelerator="cpu", devices=1, plugins=[PlainMixedPrecision("16-mixed", "cpu", scaler)])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[scaled_precision(1024.0)])
     model = fabric.setup_module(torch.nn.Linear(1, 1, bias=False))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
     fabric.backward(3 * model.weight.sum())
     assert model.weight.grad.item() == 3 * 1024
-    utils.unscale_gradients(fabric, optimizer)
-    assert utils.clip_gradients(optimizer, max_norm).item() == 3
+    meters.unscale_gradients(fabric, optimizer)
+    assert meters.clip_gradients(optimizer, max_norm).item() == 3
     assert model.weight.grad.item() == pytest.approx(max_norm or 3, rel=1e-4)
 
 
@@ -117,36 +124,33 @@ def test_the_norm_that_a_step_logs_and_clips_is_that_of_unscaled_gradients(scale
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
-ADAMW = "torch.optim.AdamW([*model.parameters()]{}, weight_decay=config.weight_decay, fused=True)"
-# The parameters of the first layer have an optimizer of their own.
 TWO_OPTIMIZERS = {
-    "optimizer": f"{ADAMW.format('[2:]')}\n    first = fabric.setup_optimizers({ADAMW.format('[:2]')})",
-    "state": '        "first": first,\n        "step": 0,\n',
-    "optimizer steps": ('        first.param_groups[0]["lr"] = lr\n'
-                        "        optimizer.step()\n"
-                        "        utils.unscale_gradients(fabric, first)\n"
-                        "        first.step()\n"
-                        "        first.zero_grad()\n"),
-}  # fmt: skip
+    "set up optimizer": "fabric.setup_optimizers(optimizer)\n"
+    "    other = fabric.setup_optimizers(torch.optim.SGD(model.parameters()))\n",
+    "state": '        "other": other,\n        "step": 0,\n',
+}
 
 
-def test_two_optimizers_that_step_on_one_backward_pass_train_like_one(scaled, tmp_path):
-    """The scale grows in each second step, but for both optimizers at once."""
-    options = "--max_steps 20 --log_interval 1 --logger_name csv"
-    one = tmp_path / "one"
-    one.mkdir()
-    call(f"{scaled}/train.py {SMALL} {options}", one)
+def test_two_optimizers_are_refused(scaled, tmp_path):
+    """Fabric updates the scale after the step of each: the second one would divide its gradients again."""
     program = Path(shutil.copytree(scaled, tmp_path / "program"))
     for point, text in TWO_OPTIMIZERS.items():
         replace(program, point, text)
-    two = tmp_path / "two"
-    two.mkdir()
-    call(f"{program}/train.py {SMALL} {options}", two)
-    torch.testing.assert_close(weights(two), weights(one), atol=0, rtol=0)
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=2).stderr
+    assert error == "train.py: error: --precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["program"]
+
+
+def test_gradients_of_the_input_are_refused_in_16_mixed_by_fabric():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[scaled_precision(1024.0)])
+    model = fabric.setup_module(torch.nn.Linear(2, 1))
+    images = torch.ones(3, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="fabric.backward"):
+        torch.autograd.grad(model(images).sum(), images, create_graph=True)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-def test_gradients_of_the_input_are_there_in_every_precision(precision):
+def test_gradients_of_the_input_are_there_in_every_other_precision(precision):
     """torch.autograd.grad, which Fabric's mixed precision would refuse."""
     fabric = launch.build_fabric(TrainConfig(accelerator="cpu", precision=precision))
     model = fabric.setup_module(torch.nn.Linear(2, 1))
@@ -163,8 +167,8 @@ def test_without_clipping_gradients_stay_as_they_are(value):
     model = fabric.setup_module(torch.nn.Linear(2, 1, bias=False))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     model.weight.grad = torch.tensor([[value, 1.0]])
-    utils.unscale_gradients(fabric, optimizer)  # there is no scaler
-    assert not utils.clip_gradients(optimizer, 0).isfinite()
+    meters.unscale_gradients(fabric, optimizer)  # there is no scaler
+    assert not meters.clip_gradients(optimizer, 0).isfinite()
     assert model.weight.grad[0, 1] == 1
 
 
@@ -177,18 +181,20 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
-            frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == REPO]
+            frames = [
+                frame for frame in traceback.extract_stack() if Path(frame.filename).parent in (REPO, REPO / "runtime")
+            ]
             self.counts.update(frame.name for frame in frames[-1:])
         return function(*args, **kwargs or {})
 
 
-def test_all_numbers_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_path):
-    """In Means.reduce, as one tensor. Others are taken before the loop, once in the first step, and once at each of the
-    five checkpoints: whether the loss and the weights are finite."""
+def test_all_means_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_path):
+    """In Means.reduce, as one tensor. Others are the norm of the gradient, in each of the ten logs; and, in the first
+    step and at each of the five checkpoints, whether the loss and the weights are finite."""
     with Reads() as reads:
         call(f"train.py {SMALL} --log_interval 2 --max_grad_norm 1", tmp_path)
     del reads.counts["__init__"]  # of a dataset
-    assert reads.counts == {"check_values": 1, "check_weights": 5}
+    assert reads.counts == {"start": 1, "train": 10, "check_weights": 5}
     assert [int(row["step"]) for row in history(tmp_path)] == [*range(2, 21, 2)]
 
 
@@ -198,7 +204,7 @@ def test_all_numbers_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_pa
 def test_gradients_are_kept_once(tmp_path):
     """Not a second time in the buckets of DistributedDataParallel."""
     told = 'print("storages", len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}))'
-    program = insert_after(tmp_path / "program", "micro-batch is done", told)
+    program = insert_before(tmp_path / "program", "optimizer steps", told)
     done = run(f"{program}/train.py {SMALL} --max_steps 2 {ON_2}", tmp_path)
     assert {*re.findall(r"storages (\d+)", done.stdout)} == {"1"}
 
