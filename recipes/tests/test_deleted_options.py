@@ -44,7 +44,6 @@ def test_the_table_of_runs(options: str, program, trained):
     assert ("0.002" in printed or "two" in printed) and not any(name in printed for name in OWN_OPTIONS.split("|"))
 
 
-@pytest.mark.skipif(not find_spec("matplotlib"), reason="needs matplotlib")
 def test_what_a_classifier_confuses(program, trained):
     run(f"{program}/recipes/confusion.py {run_dir(trained, 'one')}", trained)
     assert [*trained.glob("*-one/predictions_test_best.csv")]
