@@ -303,11 +303,12 @@ def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_pat
 def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
     shutil.copytree(REPO / "examples" / "configs", tmp_path, dirs_exist_ok=True)
     (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
-    more = "--epochs 1 --warmup_epochs 0 --monitor val/loss"
+    more = "--epochs 1 --warmup_epochs 0 --monitor val/loss --monitor_mode min"
     done = run_forked_sweep(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
     names = ("large_batch", "regularized", "wide")
-    assert {*bests(tmp_path)} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
-    assert "best val/loss" in done.stdout
+    losses = bests(tmp_path)
+    assert {*losses} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
+    assert f"\nbest val/loss {min(losses.values()):.5g} of 3 trials: " in done.stdout
     for path in tmp_path.glob("*/config.yaml"):
         options = yaml.safe_load(path.read_text())
         assert options["seed"] == 1 and path.parent.name.endswith(f"={options['comment'].replace(' ', '_')}.yaml")
@@ -336,7 +337,7 @@ def test_root_dir_is_that_of_the_study_too_and_null_is_read_as_in_a_config_file(
         ("wrong.yaml", "unknown option --epohcs"),
         ("grid.yaml -- --epochs -1", "--epochs -1.0: must be above 0"),
         ("ranges.yaml --prune -- --logger_name tensorboard", "--prune: cannot see the values without metrics.csv"),
-        ("grid.yaml -- --monitor val/f1", "--monitor val/f1: its name does not tell if higher is better"),
+        ("grid.yaml -- --monitor val/f1", "--monitor val/f1: give --monitor and --monitor_mode together"),
         ("grid.yaml -- --warmup_epochs 30", "--warmup_epochs 30: must be at most --epochs 20"),
         ("nowhere.yaml", "nowhere.yaml: [Errno 2] No such file or directory"),
     ],
@@ -359,7 +360,7 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("width: [4, 0]", "--width 0: must be above 0"),
         ("base_lr: {low: 0, high: 1}", "--base_lr 0.0: must be above 0"),
         ("dropout: {low: 0, high: 0.5, log: true}", "dropout: "),
-        ("monitor: [val/loss, val/accuracy]", "must be the same in all runs"),
+        ("monitor: [val/loss, val/accuracy]\nmonitor_mode: max", "must be the same in all runs"),
         ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
         ("width: []", "width: "),
         ("seed: []", "seed: The `choices` must contain one or more elements"),
@@ -374,9 +375,8 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("max_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
         ("epochs: [1, 30]\nwarmup_epochs: 2", "--warmup_epochs 2: must be at most --epochs 1"),
         ("epochs: {low: 0.5, high: 2.0}", "--warmup_epochs 1: must be at most --epochs 0.5"),
-        ("monitor: val/loss\nmonitor_mode: max\nwidth: [4, 5]", "--monitor_mode max: the best val/loss is its min"),
         ("width 4", "expected lines of `option: value`"),
-        ("width: [4, 5]\nmonitor: val/quality", "give --monitor_mode"),
+        ("width: [4, 5]\nmonitor: val/quality", "give --monitor and --monitor_mode together"),
     ],
 )
 def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
