@@ -180,6 +180,9 @@ class CSVLogger:
 
     def log_metrics(self, row: dict, step: int):
         row = {"step": step, **row}
+        if not self.path.exists():  # somebody has deleted it
+            self.write([row])
+            return
         if set(row) - set(self.columns):  # new columns
             self.write([*self.read(), row])
             return

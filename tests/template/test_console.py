@@ -289,11 +289,12 @@ def test_the_summary_has_a_checkpoint_as_soon_as_it_is_there(tmp_path):
 
 def test_a_run_that_failed_says_so(tmp_path):
     with pytest.raises(RunError) as error:
+        from config import TrainConfig
         from runtime.cli import parse_train
         from train import main
 
         os.chdir(tmp_path)
-        main(parse_train(f"{SMALL} --base_lr 1e30 --lr_schedule constant".split()))
+        main(parse_train(TrainConfig, f"{SMALL} --base_lr 1e30 --lr_schedule constant".split()))
     assert "not finite" in str(error.value) or "the loss is" in str(error.value)
     assert last_summary(tmp_path)["state"] == "failed"
-    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1] == f"config.RunError: {error.value}"
+    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1] == f"runtime.errors.RunError: {error.value}"
