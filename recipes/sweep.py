@@ -3,8 +3,8 @@
 python recipes/sweep.py sweep.yaml --trials 30 --jobs 2 -- --epochs 10
 
 sweep.yaml has options of train.py: a list holds values to choose from, a mapping a range. Anything else is given to
-every run, as is what stands behind `--`; what is searched wins. The best value of `monitor` counts; `monitor_mode`, given
-with it, is the direction of the search.
+every run, as is what stands behind `--`; what is searched wins. Points are compared by the best value of `monitor`, and
+`monitor_mode`, which is given with it, says whether that is the maximum or the minimum.
 
     base_lr: {low: 1e-4, high: 1e-1, log: true}
     width: {low: 16, high: 64, step: 16}

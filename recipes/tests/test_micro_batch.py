@@ -115,7 +115,7 @@ def test_the_folder_of_a_rehearsal_that_goes_on_is_not_removed(program: Path, cw
 @pytest.mark.parametrize(
     "code, message, exit_code",
     [
-        ("raise utils.ConfigError('--width 4: too narrow')", "train.py: error: --width 4: too narrow", 2),
+        ("raise cli.ConfigError('--width 4: too narrow')", "train.py: error: --width 4: too narrow", 2),
         pytest.param("raise ValueError('wrong shape')", "ValueError: wrong shape", 1, marks=pytest.mark.night),
         pytest.param(
             "os.kill(os.getpid(), signal.SIGBUS)",
