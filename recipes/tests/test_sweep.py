@@ -390,3 +390,12 @@ def test_a_number_of_jobs_that_cannot_be_is_one_line(tmp_path: Path):
     (tmp_path / "s.yaml").write_text("width: [4, 5]")
     error = run(f"{SWEEP} s.yaml --jobs 0", tmp_path, code=2).stderr
     assert error == "sweep.py: error: --jobs 0: must be 1 or more\n"
+
+
+def test_optuna_asks_first_for_a_point_that_waits_and_draws_the_rest_of_it():
+    """sweep.py puts each point into the queue, with its number, and then asks for it."""
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.5}, user_attrs={"number": 7})
+    drawn = optuna.distributions.FloatDistribution(0, 1)
+    trial = study.ask({"x": drawn, "y": drawn})
+    assert trial.user_attrs == {"number": 7} and trial.params["x"] == 0.5 and 0 <= trial.params["y"] <= 1

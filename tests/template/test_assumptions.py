@@ -807,7 +807,7 @@ def test_simple_parsing_makes_a_group_of_each_dataclass_with_its_docstring():
 
 
 def test_simple_parsing_replaces_by_dotted_names_and_leaves_out_what_is_not_to_be_written():
-    """cli and config.values_of rely on these functions."""
+    """cli and options.values_of rely on these functions."""
     changed = simple_parsing.replace(Both(), {"one": 5, "inner.two": 3.0})
     assert changed == Both(one=5, inner=Inner(two=3.0))
     assert to_dict(changed) == {"one": 5, "several": [1], "inner": {"two": 3.0}}
@@ -831,17 +831,6 @@ def test_the_number_of_shards_is_an_attribute_of_fabrics_strategy():
     """sharded.patch sets it to the number of all processes, which it does not know before; Fabric would shard over the
     machines."""
     assert ModelParallelStrategy(lambda model, mesh: model, data_parallel_size=3)._data_parallel_size == 3
-
-
-@pytest.mark.recipes
-def test_optuna_asks_first_for_a_point_that_waits_and_draws_the_rest_of_it():
-    """recipes/sweep.py puts each point into the queue, with its number, and then asks for it."""
-    optuna = pytest.importorskip("optuna")
-    study = optuna.create_study()
-    study.enqueue_trial({"x": 0.5}, user_attrs={"number": 7})
-    drawn = optuna.distributions.FloatDistribution(0, 1)
-    trial = study.ask({"x": drawn, "y": drawn})
-    assert trial.user_attrs == {"number": 7} and trial.params["x"] == 0.5 and 0 <= trial.params["y"] <= 1
 
 
 # ---- what only a GPU can show
@@ -868,7 +857,7 @@ def keep_busy(milliseconds: int = 200):
 
 @on_gpu
 def test_the_generators_of_the_gpus_are_there_once_one_is_used():
-    """data.seeder seeds them: once a model or samples were moved, they are there, and are those of manual_seed."""
+    """loader.seeder seeds them: once a model or samples were moved, they are there, and are those of manual_seed."""
     device = torch.zeros(1, device="cuda").device
     assert len(torch.cuda.default_generators) == torch.cuda.device_count()
     torch.cuda.manual_seed(7)
@@ -879,7 +868,7 @@ def test_the_generators_of_the_gpus_are_there_once_one_is_used():
 
 @on_gpu
 def test_to_seed_a_gpu_does_not_wait_for_it(no_waiting):
-    """data.seeder seeds it before each micro-batch."""
+    """loader.seeder seeds it before each micro-batch."""
     torch.cuda.default_generators[0].manual_seed(7)
 
 
@@ -921,7 +910,7 @@ def test_memory_of_a_stream_is_used_again_by_that_stream_alone():
 
 @on_gpu
 def test_synchronize_of_the_accelerator_waits_for_all_streams():
-    """utils.Timer: without it, samples_per_second would be those that Python has queued."""
+    """meters.Timer: without it, samples_per_second would be those that Python has queued."""
     with torch.cuda.stream(torch.cuda.Stream()):
         keep_busy()
         done = torch.cuda.Event()
@@ -933,7 +922,7 @@ def test_synchronize_of_the_accelerator_waits_for_all_streams():
 
 @on_gpu
 def test_tf32_is_supported_from_ampere_on():
-    """train.header says so of float32 products."""
+    """loggers.header says so of float32 products."""
     assert torch.cuda.is_tf32_supported() == (torch.cuda.get_device_capability() >= (8, 0))
 
 
@@ -954,7 +943,7 @@ def test_the_step_of_a_fused_optimizer_is_on_the_gpu(is_loaded: bool):
 
 @on_gpu
 def test_to_clip_gradients_does_not_wait(no_waiting):
-    """utils.clip_gradients, by functions of torch; a norm that torch compared on the host would wait."""
+    """meters.clip_gradients, by functions of torch; a norm that torch compared on the host would wait."""
     parameter = nn.Parameter(torch.ones(2, device="cuda"))
     parameter.grad = torch.ones_like(parameter)
     assert meters.clip_gradients(torch.optim.AdamW([parameter], fused=True), 1.0).is_cuda
@@ -962,10 +951,10 @@ def test_to_clip_gradients_does_not_wait(no_waiting):
 
 @on_gpu
 def test_fabrics_mixed_precision_has_a_scaler_for_the_gpu():
-    """launch.build_fabric makes a PlainMixedPrecision of its name and its device."""
+    """meters.unscale_gradients finds it there, and state["precision"] has its state."""
     precision = Fabric(accelerator="cuda", devices=1, precision="16-mixed").strategy.precision
     assert (type(precision), precision.device) == (MixedPrecision, "cuda")
-    assert isinstance(launch.PlainMixedPrecision(precision.precision, precision.device).scaler, torch.amp.GradScaler)
+    assert isinstance(precision.scaler, torch.amp.GradScaler)
 
 
 @on_gpu
