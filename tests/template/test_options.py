@@ -663,8 +663,8 @@ def test_the_config_of_a_run_of_an_older_version_tells_the_mode_by_the_name(mode
     for name in names.split():
         path.write_text(to_yaml(TrainConfig(monitor=name, monitor_mode=mode)))
         rewrite(RUN, f"monitor_mode: {mode}", "monitor_mode: auto")
-        config = read_config(TrainConfig, path.parent)
-        assert (config.monitor, config.monitor_mode) == (name, mode)
+        for config in (read_config(TrainConfig, path.parent), train(f"--config_path {path}")):
+            assert (config.monitor, config.monitor_mode) == (name, mode)
 
 
 # ---- help
