@@ -163,8 +163,7 @@ def edited_copy(versions: Path, version: str, folder: Path, deletes: bool) -> Pa
     assert len(diffs) > 3
     apply("".join(diffs), project)
     if deletes:
-        (command,) = re.findall(r"^rm -r .+$", page, re.MULTILINE)
-        shell(command, project)
+        shell("\n".join(re.findall(r"^rm -r .+$", page, re.MULTILINE)), project)
         (project / "README.md").write_text("mine\n")
     commit(project, "my project")
     return project
