@@ -81,7 +81,7 @@ def parse(cls: type, words: list[str]) -> dict:
         if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
     for name in given:
-        if name.endswith(("_dir", "resume", "checkpoint")):
+        if isinstance(given[name], str) and name.endswith(("_dir", "resume", "checkpoint")):
             given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
     check_together(given, MONITOR)
     return flatten_join(given)
