@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runtime.cli import read_summary, say
+from runtime.cli import say
 from runtime.errors import RunError
 from runtime.files import atomically
 from runtime.launch import check_loadable
@@ -74,12 +74,11 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The whole checkpoint of the highest step; None if the run never had one, or is finished and has none left. Newer
-    ones that are damaged are renamed, since the number of files to keep counts them."""
+def newest_checkpoint(run_dir: Path, summary: dict) -> Path | None:
+    """The whole checkpoint of the highest step; None if the run never had one, or is finished and has none left, by its
+    summary. Newer ones that are damaged are renamed, since the number of files to keep counts them."""
     damaged = []
     found = checkpoints_of(run_dir)
-    summary = read_summary(run_dir)
     if not found and summary.get("state") == "finished":  # they were deleted to save space
         return None
     for path in found:

@@ -108,6 +108,7 @@ class RunDir:
         self.resources = resources
         self.files = resources  # closes the files of the run
         self.path: Any = None  # until `start` of a new run; Any, since most methods are called after it
+        self.before: dict = {}  # summary.json of the run to resume
         self.saved: dict = {}  # the checkpoint to resume from
         self.micro_batch_size = 0
         self.origin = ""  # of a resume: the checkpoint, and the source files that have changed since
@@ -126,7 +127,8 @@ class RunDir:
         if config.resume:
             self.path = Path(config.resume)
             self.on_rank_zero(self.take_lock)
-            self.read(self.on_rank_zero(checkpoints.newest_checkpoint, self.path))
+            self.before = self.on_rank_zero(read_summary, self.path)
+            self.read(self.on_rank_zero(checkpoints.newest_checkpoint, self.path, self.before))
 
     def read(self, path: Path | None):
         """Reads the checkpoint to resume from, if there is one."""
@@ -221,11 +223,11 @@ class RunDir:
         self.modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
         parameters = [parameter.numel() for module in self.modules.values() for parameter in module.parameters()]
         self.summary: dict = {"parameters": sum(parameters), "last": {}}
-        summary = self.on_rank_zero(read_summary, self.path) if self.path else {}
-        is_finished = summary.get("state") == "finished"
-        if is_finished and plan.is_finished(summary["step"], summary["bad_validations"]):
-            for name in state.keys() & summary.keys():  # no step is left; its checkpoints may have been deleted
-                state[name] = summary[name]
+        before = self.before
+        is_finished = before.get("state") == "finished"
+        if is_finished and plan.is_finished(before["step"], before["bad_validations"]):
+            for name in state.keys() & before.keys():  # no step is left; its checkpoints may have been deleted
+                state[name] = before[name]
         elif self.saved:
             self.restore_saved()
         elif is_finished:
@@ -501,7 +503,7 @@ class RunDir:
         return 0 if is_finished else PREEMPTED
 
     def write_weights(self, name: str):
-        if read_summary(self.path).get("state") == "finished":  # before this process began, which has made no step
+        if self.before.get("state") == "finished" and "state" not in self.summary:  # this process has made no step
             return
         self.write_config()  # with fewer steps than the run has made, `open` was not called
         last = checkpoints.checkpoints_of(self.path)[0]  # there the weights are whole and on the CPU

@@ -38,9 +38,11 @@ NO_WAITING = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch
-import cli, launch, train
+import train
+from config import TrainConfig
+from runtime import cli, launch
 
-config = cli.parse_train(sys.argv[1:])
+config = cli.parse_train(TrainConfig, sys.argv[1:])
 learning_rate, must_stop = train.learning_rate, launch.StopSignals.must_stop
 
 def begin(config, plan, step):
