@@ -678,8 +678,8 @@ def resume_of_a_finished_run(tries):
     with tries("") as cwd:
         shutil.copytree(expected(LONG), cwd, dirs_exist_ok=True)
         before = snapshot(cwd)
-        assert "is finished" in run(f"train.py {LONG} --resume auto", cwd).stdout
-        assert "is finished" in run(f"train.py --resume {run_dir(cwd).name}", cwd).stdout
+        assert "finished after" in run(f"train.py {LONG} --resume auto", cwd).stdout
+        assert "finished after" in run(f"train.py --resume {run_dir(cwd).name}", cwd).stdout
         assert snapshot(cwd) == before, "something was changed"
 
 
