@@ -43,6 +43,7 @@ DEFAULTS = {
     "early_stopping_patience": "1",
     "logger_name": '("tensorboard",)',
     "monitor": '"train/loss"',
+    "monitor_mode": '"min"',
     "checkpoint_frequency": "0.0",
     "num_checkpoint_keep": "1",
 }
