@@ -21,26 +21,24 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 from config import TrainConfig  # noqa: E402
 from data import build_datasets  # noqa: E402
-from model import Model  # noqa: E402
+from train import build_model  # noqa: E402
 
 WINDOW = 500  # steps between two readings of the loss
 WINDOWS = 4
-WORKS = ["--width 32", "--width 32 --precision bf16-mixed", "--width 512 --effective_batch_size 256"]
+BATCH_SIZE = TrainConfig().effective_batch_size
+WORKS = ["", "--precision bf16-mixed"]
 
 
 def raw(options: str, device: str) -> float:
     """Seconds per step of a raw loop."""
-    names, values = options.split()[::2], options.split()[1::2]
-    given = dict(zip(names, values, strict=True))
-    batch_size = int(given.get("--effective_batch_size", 64))
     dataset = build_datasets(TrainConfig())["train"]
     images, targets = (torch.stack([torch.as_tensor(value) for value in part]) for part in zip(*dataset, strict=True))
     loader = DataLoader(
-        TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True, pin_memory=device == "cuda"
+        TensorDataset(images, targets), BATCH_SIZE, shuffle=True, drop_last=True, pin_memory=device == "cuda"
     )
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = Model(tuple(images.shape[1:]), 10, int(given["--width"]), TrainConfig().dropout).to(device)
+    model = build_model(TrainConfig(), dataset).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = 0
     seconds = []
@@ -76,8 +74,7 @@ def template(options: str, device: str) -> float:
         (path,) = Path(cwd).glob("*/logs/csv/metrics.csv")
         with open(path, newline="") as file:
             speeds = [float(row["samples_per_second"]) for row in csv.DictReader(file)]
-    batch_size = 256 if "256" in options else 64
-    return batch_size / statistics.median(speeds[1:])
+    return BATCH_SIZE / statistics.median(speeds[1:])
 
 
 def main():
@@ -91,7 +88,7 @@ def main():
             seconds["raw"].append(raw(work, options.accelerator))
             seconds["template"].append(template(work, options.accelerator))
         one, other = (statistics.median(values) for values in seconds.values())
-        print(f"{work:42} raw {1e6 * one:5.0f} us  template {1e6 * other:5.0f} us  {one / other:.2f} times as fast")
+        print(f"{work:23} raw {1e6 * one:5.0f} us  template {1e6 * other:5.0f} us  {one / other:.2f} times as fast")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from run import HERE, environment, on_one_core
+from run import HERE, copy_programs, environment, on_one_core
 
 EVAL_INTERVAL = 250  # in nanoGPT's config; it saves after an evaluation, too
 BATCH_SIZE = 12
@@ -63,9 +63,7 @@ def problem_of(checkout: Path) -> str | None:
 
 def copy_template(folder: Path, checkout: Path) -> Path:
     """The template with nanogpt.patch and nanoGPT's model."""
-    folder.mkdir()
-    for path in HERE.parent.glob("*.py"):
-        shutil.copy(path, folder)
+    copy_programs(folder)
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
     subprocess.run(["git", "apply", HERE / "nanogpt.patch"], cwd=folder, env=outside, check=True)
     shutil.copy(checkout / "model.py", folder)

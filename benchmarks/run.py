@@ -54,12 +54,18 @@ def python_with_peers() -> str:
     return str(python)
 
 
-def copy_template(work: str, folder: Path, root: Path = HERE.parent) -> Path:
-    """The template of the checkout `root`, with the work's model, data and optimizer."""
+def copy_programs(folder: Path, root: Path = HERE.parent):
+    """The template of the checkout `root`."""
     folder.mkdir(parents=True)
-    for path in (*root.glob("*.py"), HERE / "works.py"):
+    for path in root.glob("*.py"):
         shutil.copy(path, folder)
     shutil.copytree(root / "runtime", folder / "runtime")
+
+
+def copy_template(work: str, folder: Path, root: Path = HERE.parent) -> Path:
+    """The template of the checkout `root`, with the work's model, data and optimizer."""
+    copy_programs(folder, root)
+    shutil.copy(HERE / "works.py", folder)
     (folder / "model.py").write_text(f"from works import build\n\n\ndef Model(*_):\n    return build({work!r})\n")
     with open(folder / "data.py", "a") as file:
         file.write(DATA.format(work=work))
@@ -73,11 +79,9 @@ def template_command(work: str, folder: Path, root: Path = HERE.parent) -> list:
     """The command that trains the work with a copy of the template in `folder`."""
     command = [copy_template(work, folder, root), *OPTIONS, "--epochs", WORKS[work]["epochs"]]
     command += ["--effective_batch_size", WORKS[work]["batch_size"], "--base_lr", WORKS[work]["lr"]]
-    return (
-        command
-        if work in VALIDATED
-        else [*command, "--limit_val_batches", 0, "--monitor", "train/loss", "--monitor_mode", "min"]
-    )
+    if work not in VALIDATED:
+        command += ["--limit_val_batches", 0, "--monitor", "train/loss", "--monitor_mode", "min"]
+    return command
 
 
 def on_one_core(command: list) -> list[str]:

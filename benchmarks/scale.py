@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -113,8 +113,9 @@ def begun(fabric: Fabric, folder: str, state: dict, resources: ExitStack) -> Run
     run_dir = RunDir(fabric, config, resources)
     datasets = run_dir.build(lambda: {"train": Numbers(1000), "val": Numbers(1000)})
     run_dir.restore(state, make_plan(config, len(datasets["train"]), len(datasets["val"]), 1, saved_size=0))
-    run_dir.header(state["model"])
-    run_dir.start({"loss": torch.zeros((), requires_grad=True)}, {"accuracy": 0.0})
+    with redirect_stdout(None):
+        run_dir.header(state["model"])
+        run_dir.start({"loss": torch.zeros((), requires_grad=True)}, {"accuracy": 0.0})
     return run_dir
 
 
