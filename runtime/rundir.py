@@ -161,7 +161,7 @@ class RunDir:
         check_ranks(self.config, self.fixed | checksums)
         if self.saved:
             self.compare(self.saved["checkpoint"])
-        self.must_stop = StopSignals(self.config.timeout, self.resources).must_stop  # all ranks call it once per step
+        self.must_stop = StopSignals(self.config, self.resources).must_stop  # all ranks call it once per step
         # Closed after the data workers are gone: one that dies would raise an error anywhere, also in `close`.
         self.files = self.resources.enter_context(ExitStack())
         return datasets
@@ -580,14 +580,12 @@ def rehearse(fabric: Fabric, start: Callable, config, resources: ExitStack) -> i
     run_dir = None
     for max_steps in (half, config.fast_run):
         with ExitStack() as of_half:
-            code = start(replace(config, max_steps=max_steps, resume=run_dir), of_half)
-        if code:  # a signal has stopped it
-            end_rehearsal()
+            start(replace(config, max_steps=max_steps, resume=run_dir), of_half)
         gc.collect()  # its model
         run_dir = str(newest_run(config.out_dir, config.root_dir))
     say("--fast_run: a run and its resume went well, and leave nothing behind")
     return 0
 
 
-def end_rehearsal(*signal):
+def end_rehearsal(number: int, frame):
     raise RunError("--fast_run was stopped by a signal, and leaves nothing behind")
