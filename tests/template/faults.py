@@ -29,8 +29,11 @@ from pathlib import Path
 from threading import Lock
 
 import torch
-from edits import insert_after, insert_before
-from helpers import (
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]  # as pyproject.toml does for pytest
+from edits import insert_after, insert_before  # noqa: E402
+from helpers import (  # noqa: E402
     MEASURED,
     NO_SHARED_STORE,
     ON_2,
@@ -53,8 +56,8 @@ from helpers import (
     wait_for,
     weights,
 )
-from killer import kill_before, remove_what_is_no_run
-from test_logging import values, wandb_id, wandb_records
+from killer import kill_before, remove_what_is_no_run  # noqa: E402
+from test_logging import values, wandb_id, wandb_records  # noqa: E402
 
 # 60 epochs of 8 steps, saved and logged every second step: 4 seconds of training.
 LONG = (
