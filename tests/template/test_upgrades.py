@@ -41,7 +41,9 @@ def shell(commands: str, folder: Path, code: int = 0) -> str:
 
 def commit(folder: Path, message: str) -> str:
     """Commits all files; returns the commit."""
-    return shell(f"git add --all; git commit --quiet --allow-empty --message '{message}'; git rev-parse HEAD", folder).strip()
+    return shell(
+        f"git add --all; git commit --quiet --allow-empty --message '{message}'; git rev-parse HEAD", folder
+    ).strip()
 
 
 @pytest.fixture
