@@ -137,10 +137,11 @@ def check_state(state: dict):
     for name in RESERVED:
         if name in state:
             raise RunError(f"state[{name!r}]: each run has its own value of this name; choose another")
-    contents_of(state)
-    for value in state.values():
+    for name, value in state.items():
         if isinstance(value, nn.Module):
             check_loadable(value)
+        elif not hasattr(value, "state_dict"):
+            check_plain(value, f"state[{name!r}]")
 
 
 def check_plain(value: Any, name: str):
