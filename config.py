@@ -53,7 +53,8 @@ class Machine:
     devices: str = "auto"  # Number of devices (`2`), or which (`0,2`)
     num_nodes: int = 1  # Number of machines
     strategy: Strategy = "auto"  # How several devices work together
-    deterministic: bool = True  # Use deterministic algorithms of cuDNN; False may be faster
+    deterministic: bool = True  # Use deterministic algorithms alone: the same bits again; False may be faster
+    num_threads: int = 0  # Threads of each process on the CPU; 0: as torch chooses, and a resume keeps their number
     timeout: float = 300.0  # Seconds that a process waits for the others, or for its data workers, before it gives up
 
 
@@ -191,6 +192,7 @@ AT_LEAST_0 = [
     "micro_batch_size",
     "batch_size",
     "num_workers",
+    "num_threads",
     "max_steps",
     "warmup_epochs",
     "weight_decay",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, is_wrapped
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,21 +40,23 @@ def load(path: Path) -> dict:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint; -1 for any other file, or one that cannot be loaded. Damage within a tensor is not
-    seen. Raises PermissionError if the file may not be read."""
+    seen. Raises OSError if the file cannot be read, which says nothing of what is in it."""
     try:
         return int(load(path)["checkpoint"]["step"])
-    except PermissionError:
+    except OSError:
         raise
-    except Exception:  # EOFError, IsADirectoryError, KeyError, RuntimeError, UnpicklingError, ...
+    except Exception:  # EOFError, KeyError, RuntimeError, UnpicklingError, ...
         return -1
 
 
 def is_whole(path: Path) -> bool:
     """Whether each byte of a file of torch.save is as written, by its checksums: torch loads flipped bits without a
-    word. Reads the whole file."""
+    word. Reads the whole file. Raises OSError as step_of does."""
     try:
         return zipfile.ZipFile(path).testzip() is None
-    except Exception:  # BadZipFile, NotImplementedError, OSError, ...
+    except OSError:
+        raise
+    except Exception:  # BadZipFile, NotImplementedError, ...
         return False
 
 
@@ -82,7 +84,7 @@ def newest_checkpoint(run_dir: Path, summary: dict) -> Path | None:
     if not found and summary.get("state") == "finished":  # they were deleted to save space
         return None
     for path in found:
-        if step_of(path) < 0 or not is_whole(path):
+        if not is_whole(path) or step_of(path) < 0:  # torch takes an error of the system for damage, zipfile does not
             damaged.append(path)
             continue
         for other in damaged:
@@ -212,9 +214,11 @@ def on_cpu(contents: dict) -> list:
 
 
 def describe(state: dict) -> dict:
-    """What a resume compares with the checkpoint: the names of what has a state_dict, and the optimizers as built."""
+    """What a resume compares with the checkpoint: the names of what has a state_dict, the names and shapes of the
+    modules' tensors, and the optimizers, as built."""
     return {
         "entries": sorted(name for name, value in state.items() if hasattr(value, "state_dict")),
+        "tensors": fixed_tensors(state),
         "optimizers": describe_optimizers(state),
     }
 
@@ -275,6 +279,19 @@ def named_tensors(state: dict) -> dict:
                 if isinstance(tensor, Tensor):
                     named[f"{entry}.{name} {tuple(tensor.shape)}"] = tensor
     return named
+
+
+def fixed_tensors(state: dict) -> list[str]:
+    """The names and shapes of the tensors in the modules of `state`, without those of modules that load their state in
+    a way of their own: in quantization-aware training these may change their shape, and load another."""
+    own = []
+    for entry, value in state.items():
+        if isinstance(value, nn.Module):
+            plain: Any = value.module if is_wrapped(value) else value
+            for name, part in plain.named_modules(prefix=entry):
+                if type(part)._load_from_state_dict is not nn.Module._load_from_state_dict:
+                    own.append(f"{name}.")
+    return sorted(name for name in named_tensors(state) if not name.startswith(tuple(own)))
 
 
 def describe_optimizers(state: dict) -> dict:

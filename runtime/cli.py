@@ -366,7 +366,8 @@ def parse_or_exit(parse: Callable, cls: type) -> Any:
         die_with_launcher()
     os.environ["LAUNCHER_PID"] = str(os.getpid())  # for the processes that Fabric starts
     gc.disable()  # the imports create a million objects that stay: the start takes 2 s less
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which shells set for jobs in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from runtime import cli
 from runtime.checkpoints import checkpoints_of, is_whole, load
 from runtime.errors import ConfigError, RunError
-from runtime.files import atomically, write_json
+from runtime.files import as_run_error, atomically, write_json
 from runtime.launch import NO_LIMIT, build_fabric, build_in_turn, changed_files, check_ranks, gloo_group, launch
+from runtime.loader import fingerprint
 from runtime.loggers import scalars_of
 
 
@@ -30,6 +32,7 @@ class TestRun:
     checkpoint: dict
     dataset: Any
     resources: ExitStack  # closes what must not outlive the evaluation, such as data workers
+    folder: Path  # of the results, absolute: build_datasets may change the working directory
 
     def load_weights(self, model: torch.nn.Module):
         """Loads the weights that the checkpoint has of state["model"]."""
@@ -42,6 +45,7 @@ class TestRun:
         self.kept = KeepOutputs(metrics) if self.config.predictions else None
         return self.kept or metrics
 
+    @as_run_error()
     def report(self, results: dict):
         """Prints the results, and writes them into the run."""
         config = self.config
@@ -52,10 +56,10 @@ class TestRun:
             cli.say(f"{name} {value:.5g}")
         stem = f"{config.split}_{self.path.stem}"
         if outputs is not None:
-            predictions = Path(config.out_dir) / f"predictions_{stem}.pt"
-            with atomically(predictions, "wb") as file:
+            name = f"predictions_{stem}.pt"
+            with atomically(self.folder / name, "wb") as file:
                 torch.save(outputs, file)
-            cli.say(f"predictions {predictions}")
+            cli.say(f"predictions {Path(config.out_dir) / name}")
         about = {
             "checkpoint": str(self.path),
             "step": self.checkpoint.get("step"),
@@ -64,9 +68,9 @@ class TestRun:
             "num_samples": len(self.dataset),
             "results": results,
         }
-        path = Path(config.out_dir) / f"test_{stem}.json"
-        write_json(path, about)
-        cli.say(f"results {path}")
+        name = f"test_{stem}.json"
+        write_json(self.folder / name, about)
+        cli.say(f"results {Path(config.out_dir) / name}")
 
 
 class KeepOutputs:
@@ -100,6 +104,7 @@ def gather(fabric: Fabric, batches: list) -> list:
     return [torch.cat(parts) for parts in zip(*in_order, strict=True)]
 
 
+@as_run_error()
 def read_checkpoint(run_dir: Path, name: str) -> tuple[Path, dict]:
     """The file that `--checkpoint` means, and its contents. Raises ConfigError if there is none, RunError if it is
     damaged."""
@@ -132,6 +137,9 @@ def run_test(test: Callable, build_datasets: Callable, config: Any, train_class:
         train_class: The class of the options of train.py.
     """
     run_dir = Path(config.out_dir)
+    folder = run_dir.absolute()
+    with cli.as_config_error(config, "out_dir", kinds=(OSError,)):
+        TemporaryFile(dir=run_dir).close()  # the results are written into the run, after a long evaluation
     path, checkpoint = read_checkpoint(run_dir, config.checkpoint)
     about = checkpoint.get("checkpoint", {})  # model.pt has the weights alone
     if "config" in about:
@@ -141,17 +149,21 @@ def run_test(test: Callable, build_datasets: Callable, config: Any, train_class:
         trained = cli.read_config(train_class, run_dir)
     if config.precision == "auto":
         config = replace(config, precision=trained.precision)
+    if config.num_threads == 0:
+        config = replace(config, num_threads=trained.num_threads)
     common = vars(config).keys() & vars(trained).keys() - {"out_dir", "root_dir", "devices"}
     given = {name: getattr(config, name) for name in common}
     trained = replace(trained, **{name: value for name, value in given.items() if value != ""})
     fabric = build_fabric(config)
 
     def start(config, resources: ExitStack) -> int:
+        torch.set_num_threads(config.num_threads or torch.get_num_threads())
         fabric.seed_everything(trained.seed)
         dataset = build_in_turn(fabric, lambda: build_datasets(trained, augment=False))[config.split]
-        check_ranks(config, {"checkpoint": str(path), "step": about.get("step"), "number of samples": len(dataset)})
+        found = {"checkpoint": str(path), "step": about.get("step"), "number of samples": len(dataset)}
+        check_ranks(config, found | {"checksum of samples": fingerprint(dataset)})
         cli.say(f"{path} on {len(dataset)} {config.split} samples{changed_files(about.get('code', {}))}\n")
-        test(TestRun(fabric, config, trained, path, checkpoint, dataset, resources))
+        test(TestRun(fabric, config, trained, path, checkpoint, dataset, resources, folder))
         return 0
 
     return launch(fabric, config, start)

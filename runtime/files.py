@@ -1,11 +1,43 @@
-"""A file that is written as a whole, or not at all."""
+"""The files of a run: each is written as a whole, or not at all."""
 
+import fcntl
 import json
 import math
 import os
+import struct
+import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from runtime.errors import RunError
+
+
+@contextmanager
+def as_run_error():
+    """Turns an error of the system in the files of a run, such as that of a full disk, into a RunError. It may decorate
+    a function."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"the system refused to read or write the run: {error}") from error
+
+
+LOCKS: list = []  # the files that are locked
+os.register_at_fork(after_in_child=lambda: [file.close() for file in LOCKS])  # a data worker would keep the lock
+
+
+def lock(path: Path) -> IO:
+    """Opens a file, and locks it for this process, until the file is closed. Raises BlockingIOError if another process
+    has locked it, OSError where the file system has no locks."""
+    file = open(path, "a")  # noqa: SIM115
+    LOCKS.append(file)
+    if sys.platform == "linux":  # a lock of the open file: one of the process would end when any copy is closed
+        flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, flock)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import DDPStrategy
@@ -42,7 +42,8 @@ from runtime.cli import (
 from runtime.errors import ConfigError, RunError
 from runtime.options import PER_HOST_OPTIONS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # that stop a run
+# That stop a run. submitit sends SIGUSR2, the limit of CPU time SIGXCPU.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
 NO_LIMIT = 1e7  # seconds
 
@@ -133,11 +134,18 @@ def prepare_device(config, device: str):
         raise ValueError("16-mixed needs a CUDA GPU; use bf16-mixed or 32-true")
     if config.strategy == "dp" and (device != "cuda" or config.precision == "bf16-mixed"):
         raise ValueError("dp needs CUDA GPUs, and would run bf16-mixed in float16; use ddp, which is faster, too")
-    if device == "cuda":  # on a CPU it would make small products twice as slow
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of float32, with 10 bits of mantissa
-    if device != "cpu":
+    torch.use_deterministic_algorithms(config.deterministic and device != "mps")
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False  # the same bits without it, in less time
+    if device == "cuda":
         torch.backends.cudnn.deterministic = config.deterministic
         torch.backends.cudnn.benchmark = not config.deterministic
+        # TF32: faster products of float32, with 10 bits of mantissa. On a CPU, small products would be twice as slow.
+        torch.set_float32_matmul_precision("high")
+        if config.deterministic:  # before CUDA and NCCL begin, which read these
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")  # which adds in another order each time
+    if device != "cpu":
         return
     torch.set_flush_denormal(True)  # Adam's averages for dead units are denormal: its step takes several times longer
     if config.accelerator == "auto" and Path("/dev/nvidia0").exists():
@@ -197,12 +205,12 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         code = 1
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
         if is_lost_connection(error):
-            if is_child_of_fabric():
+            if is_child_of_fabric() and "timed out" not in str(error).lower():
                 time.sleep(1)  # if rank 0 has ended, and said why, the system ends this process meanwhile
             words = str(error).split(". ")[0]
             message = (
                 f"{rank}another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
-                f"see its message ({words})"
+                f"see its message ({words}); this rank waited in {place_of(error)}"
             )
             write_error(with_notes(message, error))
         else:
@@ -212,6 +220,16 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
         sys.exit(code)
     sys.stdout.flush()
     os._exit(own_code(code))  # an orderly end would wait for the other processes, or gloo abort it
+
+
+def place_of(error: Exception) -> str:
+    """The last line of the user's own files where an error passed."""
+    place = "an unknown place"
+    for frame in traceback.extract_tb(error.__traceback__):
+        name = os.path.relpath(frame.filename, ROOT)
+        if name in SOURCES and not name.startswith("runtime/"):
+            place = f"{name}:{frame.lineno}"
+    return place
 
 
 def with_notes(message: str, error: Exception) -> str:
@@ -239,6 +257,8 @@ def explain(error: Exception):
         error.add_note(
             "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
         )
+    if "use_deterministic_algorithms" in words:
+        error.add_note("--deterministic False trains with this operator, but two equal runs may have other bits")
 
 
 # ---- agreement of the ranks
@@ -287,11 +307,16 @@ def build_in_turn(fabric: Fabric, build: Callable) -> Any:
     Raises:
         ConfigError: build() has raised an OSError or ImportError. Other errors are bugs.
     """
-    path = Path(tempfile.gettempdir()) / f"build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock"
+    lock = FileLock(f"{tempfile.gettempdir()}/build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock")
     group = gloo_group(NO_LIMIT)
     try:
         if fabric.local_rank == 0:
-            with FileLock(path):  # of other runs on this machine
+            try:
+                held = lock.acquire(timeout=1)
+            except Timeout:
+                say(f"waiting for build_datasets of another run on this machine, which holds {lock.lock_file}")
+                held = lock.acquire()
+            with held:
                 result = build()
         if group is not None:
             dist.barrier(group)

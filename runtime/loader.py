@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
-from multiprocessing import active_children
+from functools import partial
+from multiprocessing import active_children, get_start_method
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from runtime.errors import ConfigError
-from runtime.launch import SIGNALS
+from runtime.launch import handle_signals
 
 
 @dataclass
@@ -90,18 +91,19 @@ def seeder(device: str, tag: str, seed: int) -> Callable:
         tag: What the numbers count. With the same tag, two functions would give the same random numbers.
         seed: The seed of the run.
     """
-    base = zlib.crc32(f"{tag} {seed}".encode())
-    functions: list = [torch.default_generator.manual_seed, np.random.seed, random.seed]
+    return partial(set_seed, device, zlib.crc32(f"{tag} {seed}".encode()))  # can be pickled, for a data worker
+
+
+def set_seed(device: str, base: int, number: int):
+    seed = (base + number) % 2**32  # NumPy takes 32 bits
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
     if device == "cuda":  # all devices: --strategy dp uses several
-        functions += [generator.manual_seed for generator in torch.cuda.default_generators]
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
     elif device == "mps":
-        functions.append(torch.mps.manual_seed)
-
-    def set_seed(number: int):
-        for function in functions:
-            function((base + number) % 2**32)  # NumPy takes 32 bits
-
-    return set_seed
+        torch.mps.manual_seed(seed)
 
 
 class SeededBatches(Dataset):
@@ -118,9 +120,12 @@ class SeededBatches(Dataset):
     def __getitem__(self, batch: tuple[int, np.ndarray]):
         number, indices = batch
         self.set_seed(number)
-        if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(indices))
-        return self.collate([self.dataset[index] for index in indices.tolist()])
+        try:
+            if hasattr(self.dataset, "__getitems__"):
+                return self.collate(self.dataset.__getitems__(indices))
+            return self.collate([self.dataset[index] for index in indices.tolist()])
+        except StopIteration as error:  # it would end the epoch early, without a word
+            raise RuntimeError("a dataset, or its collate_fn, has raised StopIteration") from error
 
 
 def text_of(value: Any) -> str:
@@ -166,8 +171,10 @@ class Loader(DataLoader):
     within `config.timeout` seconds, the loop gets a RuntimeError."""
 
     def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
-        # Workers share batches by file name. With file descriptors, the loop would wait forever for a frozen worker.
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        # Python 3.14 would import the main script in each worker by default, and a notebook has none. A library that
+        # cannot be used after a fork needs torch.multiprocessing.set_start_method("spawn", force=True) in
+        # build_datasets.
+        is_fork = sys.platform == "linux" and get_start_method(allow_none=True) is None
         super().__init__(
             SeededBatches(dataset, config.seed),
             sampler=sampler,
@@ -175,23 +182,23 @@ class Loader(DataLoader):
             collate_fn=torch.nn.Identity(),  # and is collated
             num_workers=config.num_workers,
             persistent_workers=config.num_workers > 0,
-            # Python 3.14 would import the main script in each worker by default, and a notebook has none.
-            multiprocessing_context="fork" if config.num_workers and sys.platform == "linux" else None,
+            multiprocessing_context="fork" if config.num_workers and is_fork else None,
             timeout=config.timeout if config.num_workers else 0,
             pin_memory=fabric.device.type == "cuda",
             worker_init_fn=start_worker,
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
-        if self.num_workers > 0:
-            resources.callback(self.end_workers, set(active_children()))
+        self.workers: set = set()
+        resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
-        if self.fabric.device.type != "cpu":  # as fabric.setup_dataloaders does, which would replace the sampler, too
-            return map(self.fabric.to_device, super().__iter__())
-        if self.num_workers > 0:
-            return super().__iter__()
-        return map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
+        others = set(active_children())  # of the user, which are not ours to end
+        batches = super().__iter__()
+        self.workers |= set(active_children()) - others
+        if self.fabric.device.type == "cpu":
+            return batches
+        return map(self.fabric.to_device, batches)  # as fabric.setup_dataloaders, which would replace the sampler, too
 
     def epochs_from(self, step: int) -> Iterator:
         """The batches from a step on. Each epoch has its own iterator, created when its first batch is requested. So
@@ -202,13 +209,12 @@ class Loader(DataLoader):
             yield from self
             step += steps_per_epoch - step % steps_per_epoch  # the first of the next epoch
 
-    def end_workers(self, others: set):
-        """Ends the workers, also a frozen one, for which this process would wait at its end. `others` are the child
-        processes that were there before, as in a notebook."""
+    def end_workers(self):
+        """Ends the workers, also a frozen one, for which this process would wait at its end."""
         handler = signal.getsignal(signal.SIGCHLD)
         with suppress(ValueError):  # outside the main thread
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each worker
-        for worker in set(active_children()) - others:
+        for worker in self.workers:
             worker.kill()
             worker.join()
         with suppress(ValueError):
@@ -219,8 +225,10 @@ def start_worker(worker: int):
     """Prepares a worker process. A signal to the process group must not end it before the loop has saved. A file that a
     dataset has opened before, to read it, gets a position of its own: otherwise all processes would move the same one.
     Files to write share theirs, such as stdout: otherwise a process would write over the lines of others."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    # A handler that does nothing: what a process ignores, the programs that it starts ignore, too.
+    handle_signals(lambda *signal: None, ExitStack())
+    # Workers share batches by file name. With file descriptors, the loop would wait forever for a frozen worker.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     if sys.platform != "linux":  # where workers begin without the files of this process
         return
     for name in os.listdir("/proc/self/fd"):

@@ -21,7 +21,7 @@ from torch import nn
 from tqdm import tqdm
 
 from runtime.cli import say
-from runtime.files import atomically
+from runtime.files import as_run_error, atomically
 
 tqdm.set_lock(threading.RLock())  # the default is a multiprocessing lock, which starts a process on Python 3.14
 
@@ -55,7 +55,7 @@ def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, parameters:
     rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
     epochs = plan.total_steps / plan.steps_per_epoch
     lines = [
-        f"{plan.world_size} x {device}, precision {precision}",
+        f"{plan.world_size} x {device}, {config.num_threads} CPU thread(s), precision {precision}",
         f"{layers}, {parameters:,} parameters",
         f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples",
         f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}",
@@ -275,6 +275,7 @@ def sync(path: Path):
 LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}  # of --logger_name
 
 
+@as_run_error()
 def finalize(logger: Any, kind, error: BaseException | None, trace):
     """Closes a logger. The last three are the arguments of __exit__."""
     logger.finalize("failed" if error else "success")

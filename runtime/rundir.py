@@ -1,6 +1,5 @@
 """The run directory: its name, lock, config, logs, summary and provenance, and when to save."""
 
-import fcntl
 import gc
 import math
 import os
@@ -29,7 +28,7 @@ from torch import nn
 from runtime import checkpoints
 from runtime.cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run, read_summary, say, to_yaml
 from runtime.errors import ConfigError, RunError
-from runtime.files import atomically, write_json
+from runtime.files import as_run_error, atomically, lock, write_json
 from runtime.launch import (
     NO_LIMIT,
     PREEMPTED,
@@ -117,18 +116,24 @@ class RunDir:
         self.began = time.monotonic()
         self.written = 0.0  # time of the last summary.json
         self.has_saved = False
-        self.config_text = to_yaml(config)
         for name in config.logger_name:
             if not find_spec(name):  # csv is a module of Python's
                 raise ConfigError(f"--logger_name {name}: is not installed; pip install {name}")
         check_ranks(config, {})
         # Rank 0 waits for one that hangs; the others wait for rank 0, which may be saving.
         self.group = gloo_group(config.timeout if fabric.is_global_zero else NO_LIMIT)
+        given = Path(config.root_dir, config.out_dir)
         if config.resume:
-            self.path = Path(config.resume)
+            given = self.path = Path(config.resume)
             self.on_rank_zero(self.take_lock)
             self.before = self.on_rank_zero(read_summary, self.path)
             self.read(self.on_rank_zero(checkpoints.newest_checkpoint, self.path, self.before))
+            self.path = self.path.absolute()
+        # From here on paths are absolute, since build_datasets may change the working directory, and shown as given.
+        self.base = given.absolute()
+        self.prefix = "" if given.is_absolute() else f"{Path.cwd()}/"
+        self.set_threads()
+        self.config_text = to_yaml(self.config)
 
     def read(self, path: Path | None):
         """Reads the checkpoint to resume from, if there is one."""
@@ -146,6 +151,24 @@ class RunDir:
             )
         self.micro_batch_size = self.saved["micro_batch_size"]
         self.origin = f"{path}{changed_files(about['code'])}"
+
+    def set_threads(self):
+        """Sets the number of threads on the CPU, on which the bits of long sums depend. On a resume it is that of the
+        run, also on fewer cores; with another number of processes it is torch's choice again."""
+        number = self.config.num_threads
+        about = self.saved.get("checkpoint", {})
+        has_others = about.get("world_size", self.fabric.world_size) != self.fabric.world_size
+        if has_others and number == about["num_threads"]:  # not given
+            number = 0
+        number = number or self.fabric.broadcast(torch.get_num_threads())  # the launcher may have set it
+        if has_others and number != about["num_threads"]:
+            self.changes.append(f"--num_threads {number} instead of {about['num_threads']}, by the number of processes")
+        torch.set_num_threads(number)
+        self.config = replace(self.config, num_threads=number)
+
+    def shown(self, path: Path) -> str:
+        """A path as it was given: absolute, or relative to where the program was started."""
+        return str(path).removeprefix(self.prefix)
 
     def build(self, build_datasets: Callable) -> dict:
         """The datasets by name. Raises ConfigError if they are others on another rank, or, on a resume, of another
@@ -179,6 +202,7 @@ class RunDir:
             if None not in (now, then) and now != then:
                 self.changes.append(f"the {part} samples have changed: their content, labels or augmentation")
 
+    @as_run_error()
     def on_rank_zero(self, function: Callable, *args) -> Any:
         """Calls the function on rank 0 alone; all ranks return its result. They wait as long as rank 0 lives."""
         result = [function(*args) if self.fabric.is_global_zero else None]
@@ -187,10 +211,8 @@ class RunDir:
         return result[0]
 
     def take_lock(self):
-        # A POSIX lock ends with this process. A lock of flock would stay with the data workers.
-        lock = self.files.enter_context(open(self.path / ".lock", "a"))  # noqa: SIM115
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.files.enter_context(lock(self.path / ".lock"))
         except BlockingIOError:
             raise ConfigError(f"--resume: another process is writing to {self.path}") from None
         except OSError as error:  # some network file systems have no locks
@@ -231,7 +253,7 @@ class RunDir:
         elif self.saved:
             self.restore_saved()
         elif is_finished:
-            raise RunError(f"{self.path} is finished, and has no checkpoint left from which it could become longer")
+            raise RunError(f"{self.shown(self.path)} is finished, and has no checkpoint left to become longer from")
         self.saved = {}  # closes the file
 
     def restore_saved(self):
@@ -288,7 +310,7 @@ class RunDir:
         if self.config.monitor not in names:
             hint = "" if sanity_results else "; val/ needs validation samples"
             raise ConfigError(f"--monitor {self.config.monitor}: choose from {', '.join(names)}{hint}")
-        self.check_optimizers()
+        self.check_as_built()
         for name in self.state.keys() - self.names:
             raise RunError(f"state: {name} came after `run.restore()`, so a resume would not restore it")
         self.check_gradients()
@@ -320,7 +342,7 @@ class RunDir:
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this
         out_dir, also if the clock was set back: `--resume auto` takes the latest."""
-        base = Path(self.config.root_dir) / self.config.out_dir
+        base = self.base
         with as_config_error(self.config, "root_dir", "out_dir"):
             base.parent.mkdir(parents=True, exist_ok=True)
             moment = datetime.now()  # without a time zone: later by name in the hour that a clock repeats, too
@@ -349,7 +371,7 @@ class RunDir:
         self.files.push(self.close)
         self.console.open_log(self.path)
         if not self.config.fast_run:  # the directory is soon gone
-            self.console.print(f"run directory {self.path}")
+            self.console.print(f"run directory {self.shown(self.path)}")
             if self.origin:
                 self.console.print(f"resumed from {self.origin}")
         for name in self.config.logger_name:
@@ -368,6 +390,7 @@ class RunDir:
 
     # ---- now and then
 
+    @as_run_error()
     def log(self, row: dict, step: int):
         """Advances the progress bar by a step. Passes the scalars of a row, if it has any, to the loggers, and at most
         once a second to summary.json. Prints a row with the best value, which a validation has given."""
@@ -403,12 +426,14 @@ class RunDir:
         if not (is_regular or is_best):
             return
         self.check_weights(step)
-        self.check_optimizers()
+        self.check_as_built()
         contents = checkpoints.contents_of(self.state)
         is_cpu = self.fabric.device.type == "cpu"
         contents["checkpoint"] = self.description | {
             "format": checkpoints.FORMAT,
             "step": step,
+            "world_size": self.fabric.world_size,
+            "num_threads": self.config.num_threads,
             "fixed": self.fixed,
             "fingerprints": self.fingerprints,
             "on_cpu": [] if is_cpu else checkpoints.on_cpu(contents),  # beside a GPU: a resume leaves them there
@@ -433,10 +458,10 @@ class RunDir:
         if self.config.fast_run:
             return hint
         if (ROOT / "recipes" / "replay.py").exists():
-            path = shlex.quote(str(self.path))
+            path = shlex.quote(self.shown(self.path))
             hint = f"; look into the first such step with: python recipes/replay.py {path} --step {step}"
         found = checkpoints.checkpoints_of(self.path)
-        return f"; the last checkpoint is {found[0]}{hint}" if found else hint
+        return f"; the last checkpoint is {self.shown(found[0])}{hint}" if found else hint
 
     def check_weights(self, step: int):
         """Raises RunError if the weights are not finite, or differ between the ranks."""
@@ -463,8 +488,15 @@ class RunDir:
                 f"the weights are not finite after step {step}: {', '.join(names)}{self.where_to_look(step)}"
             )
 
-    def check_optimizers(self):
-        """Raises RunError if an optimizer trains other parameters than as it was built, which a resume builds again."""
+    def check_as_built(self):
+        """Raises RunError if modules have other tensors, or an optimizer other parameters, than as they were built: a
+        resume builds them again, and could not restore them."""
+        others = set(self.description["tensors"]) ^ set(checkpoints.fixed_tensors(self.state))
+        if others:
+            raise RunError(
+                "tensors of `state` came, went or changed their shape after `run.restore()`, so a resume could not "
+                f"restore them: {', '.join(sorted(others))}; make them in build_model, or not persistent"
+            )
         optimizers = checkpoints.describe_optimizers(self.state)
         for name, about in self.description["optimizers"].items():
             if optimizers[name]["parameters"] != about["parameters"]:
@@ -514,9 +546,9 @@ class RunDir:
     def next_command(self, is_finished: bool) -> str:
         """The command to continue with."""
         if not is_finished:
-            return f"python train.py --resume {shlex.quote(str(self.path))}"
+            return f"python train.py --resume {shlex.quote(self.shown(self.path))}"
         checkpoint = "" if self.has_best() else " --checkpoint last"
-        return f"python test.py --out_dir {shlex.quote(str(self.path))}{checkpoint}"
+        return f"python test.py --out_dir {shlex.quote(self.shown(self.path))}{checkpoint}"
 
     def has_best(self) -> bool:
         return (self.path / "checkpoints" / "best.ckpt").exists()
@@ -526,11 +558,8 @@ class RunDir:
             return
         if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, continue with: {self.next_command(False)}")
-        try:
+        with suppress(OSError) if error else as_run_error():  # the first error is the one to tell
             self.write_summary("failed" if isinstance(error, Exception) else "interrupted")
-        except Exception:
-            if error is None:  # else the first error is the one to tell
-                raise
 
 
 # ---- the whole run
@@ -543,7 +572,7 @@ def run_training(train: Callable, build_datasets: Callable, config) -> int:
 
     def start(config, resources: ExitStack) -> int:
         run = RunDir(fabric, config, resources)
-        return train(fabric, config, run, run.build(lambda: build_datasets(config)))
+        return train(fabric, run.config, run, run.build(lambda: build_datasets(run.config)))
 
     return launch(fabric, config, partial(rehearse, fabric, start) if config.fast_run else start)
 

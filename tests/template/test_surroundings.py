@@ -1,0 +1,293 @@
+"""What lies around a run where people train: other processes, signals, folders, disks, and what libraries do."""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from edits import insert_after, insert_before, replace
+from helpers import (
+    ON_2,
+    PREEMPTED,
+    REPO,
+    SLOW,
+    SMALL,
+    assert_same_run,
+    assert_stopped_and_saved,
+    assert_whole_checkpoints,
+    call,
+    clean_environment,
+    end_of,
+    is_running,
+    kill_group,
+    newest,
+    run,
+    run_dir,
+    start,
+    started,
+    terminate_group,
+    wait_for,
+)
+
+# ---- the lock of a run
+
+
+def test_a_run_that_copies_its_own_directory_keeps_its_lock(tmp_path, program, cwd):
+    """A lock of the process would end when the copy of .lock is closed."""
+    copy = 'if step == 20:\n    shutil.copytree(run.path, run.path.parent / "copy")'
+    insert_before(program, "step is done", copy)
+    insert_before(program, "functions", "import shutil\n\n\n")
+    process, pids = started(cwd, repo=program)
+    try:
+        wait_for((cwd / "copy" / ".lock").exists)
+        wait_for(lambda: newest(cwd) > 24)
+        error = run("train.py --resume auto", cwd, code=2).stderr
+        assert error == f"train.py: error: --resume: another process is writing to {run_dir(cwd).name}\n"
+    finally:
+        kill_group(process)
+        end_of(process, pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have locks of another kind")
+def test_a_run_of_the_version_before_keeps_its_lock(tmp_path):
+    """It locked the file for its process."""
+    call(f"train.py {SMALL} --max_steps 2", tmp_path)
+    with open(run_dir(tmp_path) / ".lock", "a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert "another process is writing to" in run("train.py --resume auto --max_steps 4", tmp_path, code=2).stderr
+
+
+def test_a_lock_ends_with_the_run_although_its_data_workers_live_on(tmp_path):
+    process, pids = started(tmp_path, "--num_workers 1")
+    worker = next(pid for pid in pids if pid != process.pid)
+    os.kill(worker, signal.SIGSTOP)  # so that it does not notice the death of the run
+    process.kill()
+    process.wait()
+    assert is_running(worker)
+    try:
+        done = run(f"train.py --resume auto --max_steps {newest(tmp_path) + 4} --num_workers 0", tmp_path)
+    finally:
+        kill_group(process)
+    assert "finished" in done.stdout
+
+
+# ---- processes of the user
+
+UPLOAD = """
+import multiprocessing
+import time
+
+
+def upload():
+    time.sleep(3)
+    open("uploaded", "w").close()
+
+
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_process_that_the_loop_has_started_is_not_ended_with_the_data_workers(workers, tmp_path, program, cwd):
+    insert_before(program, "functions", UPLOAD)
+    insert_after(program, "step is done", "if step == 2:\n    multiprocessing.Process(target=upload).start()")
+    run(f"{program}/train.py {SMALL} --max_steps 4 --num_workers {workers}", cwd)
+    assert (cwd / "uploaded").exists()
+
+
+IN_A_WORKER = """
+import subprocess
+
+CHILD = "import time; print('began', flush=True); time.sleep(60)"
+
+
+"""
+STARTS_A_PROGRAM = """
+if torch.utils.data.get_worker_info() and not hasattr(self, "child"):
+    self.child = subprocess.Popen(["python", "-c", CHILD], stdout=subprocess.PIPE{options})
+    self.child.stdout.readline()
+    open(f"program-{{self.child.pid}}", "w").close()
+"""
+
+
+def with_a_program(program: Path, options: str = "") -> Path:
+    """Its data workers start a program each, like ffmpeg."""
+    insert_before(program, "build_datasets", IN_A_WORKER)
+    return insert_before(program, "fetch", STARTS_A_PROGRAM.format(options=options))
+
+
+def test_a_program_that_a_data_worker_has_started_does_not_ignore_signals(tmp_path, program, cwd):
+    process, pids = started(cwd, "--num_workers 1", repo=with_a_program(program))
+    (pid, *_) = [int(path.name.partition("-")[2]) for path in cwd.glob("program-*")]
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not is_running(pid))
+    kill_group(process)
+    end_of(process, pids)
+
+
+def test_with_a_session_of_its_own_a_program_of_a_data_worker_outlives_a_signal_to_the_group(tmp_path, program, cwd):
+    """So the run can save. recipes/data.md says so."""
+    repo = with_a_program(program, ", start_new_session=True")
+    process, pids = started(cwd, f"--num_workers 1 {ON_2}", repo=repo)
+    terminate_group(process)
+    out, error = process.communicate(timeout=300)
+    for path in cwd.glob("program-*"):
+        os.kill(int(path.name.partition("-")[2]), signal.SIGKILL)
+    assert_stopped_and_saved(subprocess.CompletedProcess([], process.returncode, out, error), cwd)
+
+
+def test_data_workers_can_be_started_by_spawn(tmp_path, program, cwd):
+    """As on a Mac, or for a library that cannot be used after a fork."""
+    insert_before(program, "digits", 'torch.multiprocessing.set_start_method("spawn", force=True)')
+    insert_before(program, "fetch", 'open(f"fetched-{torch.multiprocessing.get_start_method()}", "w").close()')
+    command = f"train.py {SMALL} --max_steps 6 --log_interval 1"
+    run(f"{program}/{command} --num_workers 1", cwd)
+    assert (cwd / "fetched-spawn").exists()
+    forked = tmp_path / "forked"
+    forked.mkdir()
+    call(command, forked)
+    assert_same_run(cwd, forked)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("script", ["train.py", "test.py"])
+def test_a_stop_iteration_of_a_dataset_is_an_error(script, workers, tmp_path, program, cwd):
+    """Elsewhere in Python it is the end of the data: of an epoch, or of an evaluation."""
+    call(f"train.py {SMALL} --max_steps 2", cwd)
+    insert_before(
+        program, "fetch", "if len(index := torch.as_tensor(indices)) > 1 and 100 in index:\n    next(iter([]))"
+    )
+    options = f"{SMALL} --limit_train_batches 1.0 --out_dir other" if script == "train.py" else "--accelerator cpu"
+    error = run(f"{program}/{script} {options} --num_workers {workers}", cwd, code=1).stderr
+    assert "RuntimeError: a dataset, or its collate_fn, has raised StopIteration" in error
+    assert not [*cwd.glob("*/test_*.json")]
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
+def test_further_signals_stop_and_save(number, tmp_path):
+    """submitit sends SIGUSR2; a limit of CPU time gives SIGXCPU."""
+    process, pids = started(tmp_path)
+    os.kill(process.pid, number)
+    out, error = process.communicate(timeout=300)
+    assert_stopped_and_saved(subprocess.CompletedProcess([], process.returncode, out, error), tmp_path)
+
+
+def test_a_signal_that_the_shell_ignores_stays_ignored(tmp_path):
+    """As for a job in the background, or after `trap '' INT`."""
+    script = f"trap '' INT; exec {sys.executable} {REPO / SLOW}"
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > 8)
+    process.send_signal(signal.SIGINT)
+    before = newest(tmp_path)
+    wait_for(lambda: process.poll() is not None or newest(tmp_path) > before + 8)
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=300)
+    assert process.returncode == PREEMPTED
+
+
+# ---- the working directory
+
+
+@pytest.mark.parametrize("where", ["digits", "model"])
+def test_a_library_that_changes_the_working_directory_does_not_move_the_run(where, tmp_path, program, cwd):
+    """The paths are shown as they were given."""
+    insert_before(program, where, f"import os; os.chdir({str(tmp_path)!r})")
+    printed = run(f"{program}/train.py {SMALL} --max_steps 4 --root_dir runs", cwd).stdout
+    (folder,) = (cwd / "runs").iterdir()
+    assert f"run directory runs/{folder.name}\n" in printed and f"--out_dir runs/{folder.name}\n" in printed
+    printed = run(f"{program}/train.py --resume auto --root_dir runs --max_steps 6", cwd).stdout
+    assert f"resumed from runs/{folder.name}/checkpoints/step-00000004.ckpt" in printed
+    printed = run(f"{program}/test.py --accelerator cpu --root_dir runs", cwd).stdout
+    assert f"results runs/{folder.name}/test_test_best.json" in printed
+    assert (folder / "test_test_best.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"program", "cwd"} and [*cwd.iterdir()] == [cwd / "runs"]
+
+
+# ---- disks
+
+
+def test_a_directory_that_is_gone_while_the_run_writes_is_told_in_one_line(tmp_path):
+    process, pids = started(tmp_path)
+    shutil.rmtree(run_dir(tmp_path))
+    (line,) = end_of(process, pids)
+    assert process.returncode == 1
+    assert line.startswith("train.py: error: the system refused to read or write the run: [Errno 2] No such file")
+
+
+def test_a_results_file_that_could_not_be_written_is_told_before_the_evaluation(finished, tmp_path):
+    if os.getuid() == 0:
+        pytest.skip("root may write everywhere")
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    folder.chmod(0o555)
+    error = call("test.py --accelerator cpu", tmp_path, code=2).stderr
+    assert "Permission denied" in error
+
+
+FAILS = """
+import errno
+
+def testzip(self):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+zipfile.ZipFile.testzip = testzip
+
+
+"""
+
+
+def test_an_error_of_the_system_while_a_checkpoint_is_read_renames_nothing(tmp_path, program):
+    call(f"train.py {SMALL} --max_steps 4", tmp_path)
+    replace(program, "format", f"{FAILS}FORMAT = 4")
+    error = run(f"{program}/train.py --resume auto --max_steps 6", tmp_path, code=1).stderr
+    assert error.startswith(
+        "train.py: error: the system refused to read or write the run: [Errno 5] Input/output error"
+    )
+    assert not [*tmp_path.glob("*/checkpoints/*.damaged")]
+
+
+# ---- waiting
+
+
+def test_a_run_that_waits_for_the_datasets_of_another_one_says_so(tmp_path, program, cwd):
+    insert_before(program, "digits", "import time, os\nwhile not os.path.exists('go'):\n    time.sleep(0.02)")
+    command = f"train.py {SMALL} --max_steps 2"
+    first = start(command, cwd, repo=program)
+    second = start(f"{command} --out_dir second", cwd, repo=program)
+    time.sleep(2)
+    (cwd / "go").touch()
+    printed = [process.communicate(timeout=300)[0] for process in (first, second)]
+    assert sum("waiting for build_datasets of another run on this machine" in text for text in printed) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_wait_for_each_other_say_where(rank, tmp_path, program, cwd):
+    """A collective that one rank alone calls: each rank names the line of the user's file where it waited."""
+    code = f"if step == 6 and fabric.global_rank == {rank}:\n    fabric.barrier()\n    fabric.barrier()"
+    insert_before(program, "step is done", code)
+    error = run(f"{program}/train.py {SMALL} --timeout 3 {ON_2}", cwd, code=1).stderr
+    number = next(
+        number for number, line in enumerate((program / "train.py").read_text().splitlines(), 1) if "barrier" in line
+    )
+    places = re.findall(r"rank (\d): another process .*; this rank waited in (\w+\.py):(\d+)", error)
+    assert places, error[-600:]
+    mine = [int(line) for found, file, line in places if int(found) == rank and file == "train.py"]
+    assert not mine or number <= mine[0] <= number + 1
+    assert_whole_checkpoints(cwd)
