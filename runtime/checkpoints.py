@@ -1,6 +1,7 @@
 """Checkpoints: which ones a run has, what they hold, and how `state` is restored from one. Nothing here depends on the
 task, or on a key of `state`: all modules, optimizers, tensors and plain values in it are treated alike."""
 
+import errno
 import os
 import zipfile
 from collections.abc import Callable
@@ -43,9 +44,9 @@ def step_of(path: Path) -> int:
     seen. Raises OSError if the file cannot be read, which says nothing of what is in it."""
     try:
         return int(load(path)["checkpoint"]["step"])
-    except OSError:
-        raise
-    except Exception:  # EOFError, KeyError, RuntimeError, UnpicklingError, ...
+    except Exception as error:  # EOFError, KeyError, RuntimeError, UnpicklingError, ...
+        if is_of_the_system(error):
+            raise
         return -1
 
 
@@ -54,10 +55,15 @@ def is_whole(path: Path) -> bool:
     word. Reads the whole file. Raises OSError as step_of does."""
     try:
         return zipfile.ZipFile(path).testzip() is None
-    except OSError:
-        raise
-    except Exception:  # BadZipFile, NotImplementedError, ...
+    except Exception as error:  # BadZipFile, NotImplementedError, ...
+        if is_of_the_system(error):
+            raise
         return False
+
+
+def is_of_the_system(error: Exception) -> bool:
+    """Whether an error says nothing of what is in a file. EINVAL does: it is that of an offset below 0."""
+    return isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR)
 
 
 def regular_checkpoints(run_dir: Path) -> dict:

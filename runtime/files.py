@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 from runtime.errors import RunError
 
@@ -23,7 +24,7 @@ def as_run_error():
         raise RunError(f"the system refused to read or write the run: {error}") from error
 
 
-LOCKS: list = []  # the files that are locked
+LOCKS: Any = WeakSet()  # the files that are locked
 os.register_at_fork(after_in_child=lambda: [file.close() for file in LOCKS])  # a data worker would keep the lock
 
 
@@ -31,7 +32,7 @@ def lock(path: Path) -> IO:
     """Opens a file, and locks it for this process, until the file is closed. Raises BlockingIOError if another process
     has locked it, OSError where the file system has no locks."""
     file = open(path, "a")  # noqa: SIM115
-    LOCKS.append(file)
+    LOCKS.add(file)
     if sys.platform == "linux":  # a lock of the open file: one of the process would end when any copy is closed
         flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, flock)

@@ -194,8 +194,10 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator:
         others = set(active_children())  # of the user, which are not ours to end
-        batches = super().__iter__()
-        self.workers |= set(active_children()) - others
+        try:
+            batches = super().__iter__()
+        finally:  # one of them may not have started
+            self.workers |= set(active_children()) - others
         if self.fabric.device.type == "cpu":
             return batches
         return map(self.fabric.to_device, batches)  # as fabric.setup_dataloaders, which would replace the sampler, too

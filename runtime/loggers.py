@@ -158,7 +158,7 @@ class CSVLogger:
             except (KeyError, ValueError, csv.Error) as error:  # somebody has changed it
                 copy = self.path.with_name(time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
                 self.path.rename(copy)
-                say(f"{self.path} cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
+                say(f"logs/csv/metrics.csv cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
         self.write(rows)
 
     def read(self) -> list[dict]:

@@ -131,7 +131,7 @@ class RunDir:
             self.path = self.path.absolute()
         # From here on paths are absolute, since build_datasets may change the working directory, and shown as given.
         self.base = given.absolute()
-        self.prefix = "" if given.is_absolute() else f"{Path.cwd()}/"
+        self.start_folder = None if given.is_absolute() else Path.cwd()
         self.set_threads()
         self.config_text = to_yaml(self.config)
 
@@ -168,7 +168,7 @@ class RunDir:
 
     def shown(self, path: Path) -> str:
         """A path as it was given: absolute, or relative to where the program was started."""
-        return str(path).removeprefix(self.prefix)
+        return os.path.relpath(path, self.start_folder) if self.start_folder else str(path)
 
     def build(self, build_datasets: Callable) -> dict:
         """The datasets by name. Raises ConfigError if they are others on another rank, or, on a resume, of another
@@ -253,7 +253,8 @@ class RunDir:
         elif self.saved:
             self.restore_saved()
         elif is_finished:
-            raise RunError(f"{self.shown(self.path)} is finished, and has no checkpoint left to become longer from")
+            path = self.shown(self.path)
+            raise RunError(f"{path} is finished, and has no checkpoint left from which it could become longer")
         self.saved = {}  # closes the file
 
     def restore_saved(self):

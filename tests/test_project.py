@@ -22,6 +22,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -568,7 +569,7 @@ def test_a_run_has_the_options_that_were_given(whole: Run, place, monkeypatch: p
         monkeypatch.delenv(name)  # as in the run
     given = cli.parse_train(config.TrainConfig, small(**place).split())
     written = cli.read_config(config.TrainConfig, whole.folder)
-    assert written == given
+    assert written == replace(given, num_threads=written.num_threads)  # torch may choose it
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
     programs = {file.stem for folder in (REPO, path.parent) for file in folder.glob("*.py")} | {"runtime"}
     modules = taken(programs)
     environment = dict(os.environ)
+    num_threads = torch.get_num_threads()
     try:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             for name in os.environ.keys() - clean_environment().keys():
@@ -130,6 +131,8 @@ def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
         taken(programs)
         sys.modules.update(modules)
         torch.set_flush_denormal(False)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(num_threads)
         gc.enable()
         gc.unfreeze()
     found = ended.value.code or 0
@@ -233,11 +236,20 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+def flip_a_bit(path: Path) -> None:
+    """Of the largest tensor: between tensors there are bytes that nobody reads."""
+    largest = max(torch.load(path)["model"].values(), key=torch.numel)
+    data = bytearray(path.read_bytes())
+    data[data.index(largest.numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+
+
 def is_lost(line: str, timeout: int) -> bool:
     """Whether it is all that a rank has to say when the connection to another one is lost."""
     words = f"another process has ended, or did not answer for --timeout {timeout} seconds: see its message"
+    place = r"this rank waited in [\w/]+\.py:\d+"
     more = "; the checkpoints are whole, continue with: python train.py --resume .+"
-    return bool(re.fullmatch(rf"train.py: error: rank \d: {words} \(.+?\)({more})?", line))
+    return bool(re.fullmatch(rf"train.py: error: rank \d: {words} \(.+?\); {place}({more})?", line))
 
 
 def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Popen]:

@@ -47,7 +47,7 @@ def default(tmp_path_factory) -> tuple[str, Path]:
 def test_the_header_says_what_will_happen(default):
     printed, cwd = default
     assert printed.splitlines()[:7] == [
-        "1 x cpu, precision 32-true",
+        "1 x cpu, 1 CPU thread(s), precision 32-true",
         "model, 58,314 parameters",
         "1,217 training samples, 200 validation samples",
         "effective_batch_size 64 = 1 device(s) x 64 micro_batch_size x 1 grad_accum_steps",
@@ -93,7 +93,7 @@ def test_no_warning_and_one_header_in_two_processes(tmp_path):
     done = run(f"train.py {SMALL} {ON_2}", tmp_path)
     printed = re.sub(r"^\[Gloo\] .*\n", "", done.stdout, flags=re.MULTILINE)  # of torch 2.10 and older
     assert done.stderr == "" and printed.count("run directory") == 1
-    assert printed.startswith("2 x cpu, precision 32-true\n")
+    assert printed.startswith("2 x cpu, 1 CPU thread(s), precision 32-true\n")
 
 
 # ---- progress

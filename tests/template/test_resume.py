@@ -29,6 +29,7 @@ from helpers import (
     assert_told_by_ranks,
     call,
     copied,
+    flip_a_bit,
     history,
     interrupt,
     kill_group,
@@ -362,12 +363,6 @@ def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_pat
 
 
 # ---- damaged checkpoints
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def other_contents(path: Path) -> None:

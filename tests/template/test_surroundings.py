@@ -225,7 +225,7 @@ def test_a_library_that_changes_the_working_directory_does_not_move_the_run(wher
 
 def test_a_directory_that_is_gone_while_the_run_writes_is_told_in_one_line(tmp_path):
     process, pids = started(tmp_path)
-    shutil.rmtree(run_dir(tmp_path))
+    run_dir(tmp_path).rename(tmp_path / "gone")
     (line,) = end_of(process, pids)
     assert process.returncode == 1
     assert line.startswith("train.py: error: the system refused to read or write the run: [Errno 2] No such file")

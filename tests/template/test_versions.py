@@ -167,7 +167,7 @@ def set_device_file(monkeypatch, is_there: bool) -> None:
 def test_a_gpu_that_is_not_used_is_said_before_the_devices(tmp_path: Path, monkeypatch):
     set_device_file(monkeypatch, True)
     first, second, *others = call(FAST, tmp_path).stdout.splitlines()
-    assert first.startswith(UNUSED) and second == "1 x cpu, precision 32-true"
+    assert first.startswith(UNUSED) and second == "1 x cpu, 1 CPU thread(s), precision 32-true"
     assert not [line for line in others if "NVIDIA" in line]
 
 
@@ -183,4 +183,4 @@ def test_a_gpu_that_is_not_used_is_said_once_by_two_processes(tmp_path: Path):
 @pytest.mark.parametrize(("options", "is_there"), [("--accelerator cpu", True), ("--accelerator auto", False)])
 def test_nothing_is_said_where_the_cpu_was_asked_for_or_no_gpu_is_there(options, is_there, tmp_path: Path, monkeypatch):
     set_device_file(monkeypatch, is_there)
-    assert call(f"{FAST} {options}", tmp_path).stdout.startswith("1 x cpu, precision 32-true\n")
+    assert call(f"{FAST} {options}", tmp_path).stdout.startswith("1 x cpu, 1 CPU thread(s), precision 32-true\n")
