@@ -415,9 +415,9 @@ ABOVE_0 = [
     "val_frequency", "limit_train_batches",
 ]  # fmt: skip
 AT_LEAST_0 = [
-    "seed", "num_workers", "num_threads", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps", "limit_val_batches",
-    "micro_batch_size", "max_steps", "max_grad_norm", "early_stopping_patience", "log_interval", "val_interval",
-    "checkpoint_frequency", "checkpoint_interval", "num_checkpoint_keep", "fast_run",
+    "seed", "num_workers", "num_threads", "dropout", "warmup_epochs", "weight_decay", "num_sanity_val_steps",
+    "limit_val_batches", "micro_batch_size", "max_steps", "max_grad_norm", "early_stopping_patience", "log_interval",
+    "val_interval", "checkpoint_frequency", "checkpoint_interval", "num_checkpoint_keep", "fast_run",
 ]  # fmt: skip
 
 
