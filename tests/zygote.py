@@ -55,11 +55,16 @@ class Zygote:
         self.lock = threading.Lock()  # some tests start processes in threads
 
     def begin(self, env: dict[str, str]) -> None:
-        self.env = env
+        with self.lock:
+            if self.env is None:
+                self.env = self.connect(env)
+
+    def connect(self, env: dict[str, str]) -> dict[str, str]:
+        """Returns the environment that forks have."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # its grandchildren become children of this process
         if channel := os.environ.pop("ZYGOTE_CHANNEL", ""):  # this process is a fork, and has been given a zygote
             self.socket = socket.socket(fileno=int(channel))
-            return
+            return env
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import zygote; zygote.serve(sys.argv[1])"
         command = [sys.executable, "-c", code, str(other.fileno())]
@@ -69,8 +74,8 @@ class Zygote:
         )
         other.close()
         atexit.register(self.end)
-        if self.socket.recv(99) != b"ready":  # it has threads, as where a library of this machine starts one
-            self.env = {}  # no process has this environment, so each is a real one
+        is_ready = self.socket.recv(99) == b"ready"  # else it has threads, as where a library of this machine has one
+        return env if is_ready else {}  # which no process has, so each is a real one
 
     def end(self) -> None:
         self.socket.close()

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -231,13 +233,27 @@ def test_a_directory_that_is_gone_while_the_run_writes_is_told_in_one_line(tmp_p
     assert line.startswith("train.py: error: the system refused to read or write the run: [Errno 2] No such file")
 
 
-def test_a_results_file_that_could_not_be_written_is_told_before_the_evaluation(finished, tmp_path):
-    if os.getuid() == 0:
-        pytest.skip("root may write everywhere")
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    if os.getuid() > 0:
+        folder.chmod(0o555)
+        yield
+        folder.chmod(0o755)
+        return
+    if subprocess.run(["mount", "--bind", folder, folder], check=False).returncode:  # root may write everywhere else
+        pytest.skip("needs the right to mount")
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+    yield
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_run_that_cannot_get_the_results_is_told_before_the_evaluation(finished, tmp_path):
     folder = Path(shutil.copytree(finished, tmp_path / finished.name))
-    folder.chmod(0o555)
-    error = call("test.py --accelerator cpu", tmp_path, code=2).stderr
-    assert "Permission denied" in error
+    (folder / "checkpoints" / "best.ckpt").write_bytes(b"damaged, and not read")
+    with read_only(folder):
+        error = call("test.py --accelerator cpu", tmp_path, code=2).stderr
+    assert error.startswith("test.py: error: --out_dir") and error.count("\n") == 1
+    assert "Permission denied" in error or "Read-only file system" in error
 
 
 FAILS = """
