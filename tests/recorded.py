@@ -1,17 +1,22 @@
-"""Runs train.py for test_project.py, and records what the training steps get.
+"""Runs train.py for test_project.py, and records what no file of a run has.
 
-python tests/recorded.py RECORD MODULES KILL SHIFT --OPTION VALUE ...
+python tests/recorded.py RECORD WHAT KILL SHIFT --OPTION VALUE ...
 
-For each call of compute_loss in a step, the file RECORD gets a line: the step, the number of the micro-batch, and
-checksums of the batch and of the further arguments. MODULES, unless it is "-", gets the checksums of the outputs of the
-modules, and of the gradients. The process is killed when it is about to rename a checkpoint to KILL; a kill from
-outside might come after the end of so short a run. SHIFT is added to the seeds of the validations. With
-FOLDERS=reversed in the environment, folders list their files in the reverse order, as another file system may.
+The file RECORD gets a line for each fact: a list in JSON that begins with its kind. `note` writes it, and what calls
+`note` says what the list has. With `modules` for WHAT, the file `modules` beside RECORD gets the checksums of the
+outputs of the modules, and of the gradients; with `samples`, RECORD gets those of the samples of all sets. The process
+is killed when it is about to rename a checkpoint to KILL; a kill from outside might come after the end of so short a
+run. SHIFT is added to the seeds of the validations. With FOLDERS=reversed in the environment, folders list their files
+in the reverse order, as another file system may.
 """
 
+import gc
+import json
 import os
+import random
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,22 +27,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from config import TrainConfig
 from runtime import cli
 
-RECORD, MODULES, KILL, SHIFT, *OPTIONS = sys.argv[1:]
+RECORD, WHAT, KILL, SHIFT, *OPTIONS = sys.argv[1:]
 CONFIG = cli.parse_or_exit(lambda cls, argv: cli.parse_train(cls, OPTIONS), TrainConfig)
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from lightning.fabric import is_wrapped, seed_everything  # noqa: E402
 from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.optim.lr_scheduler import LRScheduler  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+from torchmetrics import MeanMetric  # noqa: E402
 
 import train  # noqa: E402
 from runtime import loader  # noqa: E402
+from runtime.checkpoints import named_tensors  # noqa: E402
 from runtime.launch import run_and_exit  # noqa: E402
+from runtime.rundir import RunDir  # noqa: E402
 
 seeder = train.seeder
 compute_loss = train.compute_loss
-now: dict[str, Any] = {"step": None, "number": None}  # of the micro-batch; None in a validation
-followed: set[int] = set()
+build_datasets = train.build_datasets
+build_metrics = train.build_metrics
+fetch = loader.SeededBatches.__getitem__
+restore = RunDir.restore
+save = RunDir.save
 listdir = os.listdir
 scandir = os.scandir
+
+# What is computed now: the step, and the number of the micro-batch in the run or in the validation.
+now: dict[str, Any] = {"step": None, "is_validation": False, "number": None, "validations": 0}
+state: dict[str, Any] = {}
+datasets: dict[str, Any] = {}
+built: dict[str, Any] = {}  # the metrics, and the schedulers of torch
+followed: set[int] = set()
+MAX_SAMPLES = 5000  # of a set; of a larger one, evenly spaced
+MAX_NODES = 10_000  # of a graph that is counted
+# Attributes of each module or metric of which nobody asks.
+INTERNAL = {name for name in vars(MeanMetric()) if name.startswith("_")} | set(vars(nn.Module()))
+
+
+def note(kind: str, *fact: Any):
+    with open(RECORD, "a") as file:
+        file.write(json.dumps([kind, *fact]) + "\n")
 
 
 def checksum(value: Any) -> int | None:
@@ -47,36 +79,212 @@ def checksum(value: Any) -> int | None:
     return None
 
 
+# ---- random numbers
+
+
 def recorded_seeder(device: str, tag: str, seed: int):
     """The seeder of a tag, which tells what is computed next."""
     set_seed = seeder(device, tag, seed)
+    if tag == "validate":
+        now["validations"] += 1
 
     def numbered(number: int):
         if tag == "whole step":
             now["step"] = number
         else:
-            now["number"] = number if tag == "step" else None
+            now["number"] = number if tag in ("step", "validate") else None
+            now["is_validation"] = tag == "validate"
         set_seed(number + int(SHIFT) if tag == "validate" else number)
 
     return numbered
 
 
+def note_generators(after: str, number: int):
+    """After what, the number of its seed, and the checksums of the global generators of torch, NumPy and Python."""
+    _, keys, position, *_ = np.random.get_state()
+    states = {"torch": torch.get_rng_state(), "NumPy": [keys, position], "Python": random.getstate()}
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state()
+    note("generators", after, number, {name: checksum(state) for name, state in states.items()})
+
+
+def recorded_fetch(self, batch: tuple[int, np.ndarray]):
+    found = fetch(self, batch)
+    note_generators("a fetch from the dataset", batch[0])
+    return found
+
+
+# ---- compute_loss
+
+
 def recorded_loss(model, *arguments, **named):
-    modules = [value for value in (model, *arguments, *named.values()) if isinstance(value, nn.Module)]
-    if MODULES != "-":
-        for module in modules:
-            follow(module)
-    if now["number"] is not None:
-        values = [value for value in (*arguments, *named.values()) if not isinstance(value, (TrainConfig, nn.Module))]
-        with open(RECORD, "a") as file:
-            checksums = " ".join(str(checksum(value)) for value in values)
-            file.write(f"{now['step']} {now['number']} {checksums}\n")
-    return compute_loss(model, *arguments, **named)
+    """Of a step: the inputs, the generators afterwards, the buffers that it changes, and the parameters that would be
+    trained, but are in no module of `state`. Of a validation: the batch, and before the first one the metrics."""
+    values = [value for value in (*arguments, *named.values()) if not isinstance(value, (TrainConfig, nn.Module))]
+    given = [checksum(value) for value in values]
+    number = now["number"]
+    if now["is_validation"]:
+        note("validated", now["validations"], number, given[0])
+        if number == 0:
+            note("metrics", now["validations"], {name: checksum(value) for name, value in attributes(built["metrics"])})
+    elif number is not None and WHAT == "modules":
+        for value in (model, *arguments, *named.values()):
+            if isinstance(value, nn.Module):
+                follow(value)
+    buffers = {name: checksum(buffer) for name, buffer in plain(model).named_buffers()}
+    result = compute_loss(model, *arguments, **named)
+    if now["is_validation"] or number is None:
+        return result
+    # What is there to be filled is no input: of a list, other micro-batches may have left something in it.
+    inputs: list = [
+        type(value).__name__ if isinstance(value, (list, dict, set)) and checksum(value) != before else before
+        for value, before in zip(values, given, strict=True)
+    ]
+    note("inputs", now["step"], number, inputs)
+    note_generators("compute_loss", number)
+    if now["step"] in (1, 2):
+        note("buffers", [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)])
+        with suppress(Exception):  # the template's own message tells of another result
+            note("untrained", untrained(result[0]["loss"]))
+    return result
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module without the wrappers of Fabric and torch.compile."""
+    found: Any = module.module if is_wrapped(module) else module
+    return getattr(found, "_orig_mod", found)
+
+
+def graph_of(tensor: Tensor) -> set:
+    """The nodes from which a tensor was computed, as far as there are not too many."""
+    nodes: set = set()
+    todo = [tensor.grad_fn]
+    while todo and len(nodes) < MAX_NODES:
+        node = todo.pop()
+        if node and node not in nodes:
+            nodes.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return nodes
+
+
+def untrained(loss: Tensor) -> list[str]:
+    """The parameters in the graph of a loss that are in no module of `state`."""
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    trained = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    leaves = [node.variable for node in graph_of(loss) if hasattr(node, "variable")]
+    names = {id(value): name for each, module in modules.items() for name, value in attributes(module, each)}
+    return sorted(
+        names.get(id(leaf), f"a parameter of the shape {tuple(leaf.shape)}")
+        for leaf in leaves
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in trained
+    )
+
+
+def attributes(value: Any, name: str = "metrics") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers in the attributes of a module, beside its parameters and buffers, by name; also those of
+    an object that is no module."""
+    parts = plain(value).named_modules(prefix=name) if isinstance(value, nn.Module) else [(name, value)]
+    for path, part in parts:
+        for key, each in vars(part).items():
+            if key not in INTERNAL:
+                yield from leaves(each, f"{path}.{key}")
+
+
+def leaves(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers in lists and dicts, and the parameters of modules there."""
+    if isinstance(value, (Tensor, np.ndarray, int, float)) and not isinstance(value, bool):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from value.named_parameters(prefix=name)
+    elif isinstance(value, (list, tuple)) and depth:
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{name}[{number}]", depth - 1)
+    elif isinstance(value, dict) and depth:
+        for key, item in value.items():
+            yield from leaves(item, f"{name}[{key!r}]", depth - 1)
+
+
+# ---- steps and saves
+
+
+def recorded_restore(self, given: dict, plan: Any):
+    restore(self, given, plan)
+    state.update(given)
+
+
+def note_step(optimizer: Any, arguments: Any, named: Any):
+    """Before each step of an optimizer: the parameters that have a gradient other than 0, and the schedulers of torch
+    whose rates are not those of the optimizer."""
+    names = {id(tensor): name for name, tensor in named_tensors(state).items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    having = [names.get(id(each)) for each in parameters if each.grad is not None and each.grad.any()]
+    if "schedulers" not in built:
+        built["schedulers"] = [each for each in gc.get_objects() if isinstance(each, LRScheduler)]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    own = [each for each in built["schedulers"] if getattr(each.optimizer, "optimizer", each.optimizer) is optimizer]
+    overridden = [type(each).__name__ for each in own if each.get_last_lr() != rates]
+    # One scheduler may hold others, and only the outer one has the rates of now.
+    note("stepped", now["step"], having, overridden if len(overridden) == len(own) else [])
+
+
+def recorded_save(self, step: int, *arguments: Any, **named: Any):
+    """At each save, of each rank: the checksums of the plain values of `state`; and of what the modules have beside
+    parameters and buffers the checksums, and the sizes of the graphs from which they were computed."""
+    values = {name: checksum(state[name]) for name in self.state if not hasattr(self.state[name], "state_dict")}
+    note("state", step, self.fabric.global_rank, values)
+    found = {}
+    for entry, module in self.state.items():
+        if isinstance(module, nn.Module):
+            buffers = plain(module).named_buffers(prefix=entry)
+            graphs = [each for each in buffers if each[1].grad_fn]
+            for name, value in [*attributes(module, entry), *graphs]:
+                nodes = len(graph_of(value)) if isinstance(value, Tensor) else 0
+                found[name] = [checksum(value), nodes]
+    note("attributes", step, self.fabric.global_rank, found)
+    return save(self, step, *arguments, **named)
+
+
+# ---- the sets
+
+
+def recorded_build(*arguments: Any, **named: Any) -> dict:
+    found = build_datasets(*arguments, **named)
+    datasets.update(found)
+    return found
+
+
+def recorded_metrics(*arguments: Any, **named: Any) -> Any:
+    built["metrics"] = build_metrics(*arguments, **named)
+    return built["metrics"]
 
 
 def larger_eval_batches(num_samples: int, batch_size: int, fabric: Any) -> list:
     """As in a validation whose samples do not divide: some batches have a sample more, so its counts matter."""
     return loader.eval_batches(num_samples, 4 * batch_size, fabric)
+
+
+def sample_of(dataset: Any, number: int, seed: int = 0) -> Any:
+    return fetch(loader.SeededBatches(dataset, 0), (seed, np.array([number])))
+
+
+def note_samples():
+    """The checksums of the samples of each set, as they are without augmentation; None where a sample has none, or
+    cannot be fetched alone. And the sets for validation and test whose samples another seed changes."""
+    for name, dataset in datasets.items():
+        numbers = np.linspace(0, len(dataset) - 1, 8, dtype=int) if len(dataset) and name != "train" else []
+        with suppress(Exception):
+            if any(checksum(sample_of(dataset, n)) != checksum(sample_of(dataset, n, seed=1)) for n in numbers):
+                note("random samples", name)
+    seed_everything(CONFIG.seed, verbose=False)
+    for name, dataset in build_datasets(CONFIG, augment=False).items():
+        found = None
+        with suppress(Exception):
+            interval = max(1, -(-len(dataset) // MAX_SAMPLES))
+            found = [loader.checksum(sample_of(dataset, number)) for number in range(0, len(dataset), interval)]
+        note("samples", name, len(dataset), found)
+
+
+# ---- modules
 
 
 def follow(model: nn.Module):
@@ -85,13 +293,13 @@ def follow(model: nn.Module):
         return
     followed.add(id(model))
     for name, module in model.named_modules():
-        module.register_forward_hook(partial(record_output, plain(name)))
+        module.register_forward_hook(partial(record_output, plain_name(name)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(record_gradient, plain(name)))
+            parameter.register_post_accumulate_grad_hook(partial(record_gradient, plain_name(name)))
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name of a module or a parameter without that of Fabric's wrapper."""
     return name.removeprefix("_forward_module").removeprefix(".") or "the model"
 
@@ -112,9 +320,12 @@ def record_gradient(name: str, parameter: Tensor):
 
 
 def record(what: str, value: Any):
-    if now["number"] is not None:
-        with open(MODULES, "a") as file:
+    if now["number"] is not None and not now["is_validation"]:
+        with open(Path(RECORD).with_name("modules"), "a") as file:
             file.write(f"step {now['step']}, micro-batch {now['number']}, {what}: {checksum(value)}\n")
+
+
+# ---- the system
 
 
 class Reversed:
@@ -145,6 +356,13 @@ def kill(event: str, arguments: tuple):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def main(config: TrainConfig) -> int:
+    code = train.main(config)
+    if WHAT == "samples":
+        note_samples()
+    return code
+
+
 if __name__ == "__main__":
     sys.addaudithook(kill)
     if os.environ.get("FOLDERS") == "reversed":
@@ -153,4 +371,10 @@ if __name__ == "__main__":
     train.seeder = recorded_seeder
     train.compute_loss = recorded_loss
     train.eval_batches = larger_eval_batches
-    run_and_exit(train.main, CONFIG)
+    train.build_datasets = recorded_build
+    train.build_metrics = recorded_metrics
+    loader.SeededBatches.__getitem__ = recorded_fetch  # type: ignore[method-assign]
+    RunDir.restore = recorded_restore  # type: ignore[method-assign]
+    RunDir.save = recorded_save  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(note_step)
+    run_and_exit(main, CONFIG)
