@@ -87,13 +87,14 @@ def recorded_seeder(device: str, tag: str, seed: int):
     set_seed = seeder(device, tag, seed)
     if tag == "validate":
         now["validations"] += 1
+        now["is_validation"] = True  # before the first fetch
 
     def numbered(number: int):
+        now["is_validation"] = tag == "validate"
         if tag == "whole step":
             now["step"] = number
         else:
             now["number"] = number if tag in ("step", "validate") else None
-            now["is_validation"] = tag == "validate"
         set_seed(number + int(SHIFT) if tag == "validate" else number)
 
     return numbered
@@ -109,8 +110,11 @@ def note_generators(after: str, number: int):
 
 
 def recorded_fetch(self, batch: tuple[int, np.ndarray]):
+    """Notes the generators afterwards, and which set a validation reads."""
     found = fetch(self, batch)
     note_generators("a fetch from the dataset", batch[0])
+    if now["is_validation"] and self.dataset is datasets.get("train"):
+        note("validated set", "train")
     return found
 
 
@@ -143,10 +147,16 @@ def recorded_loss(model, *arguments, **named):
     note("inputs", now["step"], number, inputs)
     note_generators("compute_loss", number)
     if now["step"] in (1, 2):
-        note("buffers", [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)])
+        note(
+            "buffers", [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)]
+        )
         with suppress(Exception):  # the template's own message tells of another result
             note("untrained", untrained(result[0]["loss"]))
     return result
+
+
+def differing(found: dict, expected: dict) -> list[str]:
+    return [name for name in found if found[name] != expected.get(name)]
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -230,7 +240,7 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
 def recorded_save(self, step: int, *arguments: Any, **named: Any):
     """At each save, of each rank: the checksums of the plain values of `state`; and of what the modules have beside
     parameters and buffers the checksums, and the sizes of the graphs from which they were computed."""
-    values = {name: checksum(state[name]) for name in self.state if not hasattr(self.state[name], "state_dict")}
+    values = {name: checksum(value) for name, value in self.state.items() if not hasattr(value, "state_dict")}
     note("state", step, self.fabric.global_rank, values)
     found = {}
     for entry, module in self.state.items():

@@ -63,7 +63,7 @@ POINTS = {
     "length": ("data.py", "return len(self.targets)"),
     "fetch": ("data.py", "        index = torch.as_tensor(indices)\n"),
     "order": ("runtime/loader.py", "{self.seed} {epoch}"),
-    "to device": ("runtime/loader.py", "map(self.fabric.to_device, super().__iter__())"),
+    "to device": ("runtime/loader.py", "map(self.fabric.to_device, batches)"),
     # ---- config.py, model.py
     "dropout option": (
         "config.py",

@@ -185,14 +185,6 @@ def test_it_says_what_it_has_shown_in_each_precision_and_which_options_are_not_t
 
 
 @pytest.mark.night
-def test_it_says_that_a_random_validation_is_not_compared(tmp_path: Path):
-    program = replace(tmp_path, "outputs", "(logits + torch.rand_like(logits), targets)\n")
-    done = run_project_tests(program, "two_processes_validate")
-    assert done.returncode == 0, done.stdout
-    assert "cpu 32-true: random validation, not compared: val/accuracy" in done.stdout.splitlines()
-
-
-@pytest.mark.night
 def test_it_passes_with_a_list_in_a_file_of_ones_own(tmp_path: Path):
     program = insert_after(tmp_path, "step is done", 'torch.save([step], run.path / f"{step}.pt")')
     done = run_project_tests(program, "same_files")
@@ -534,3 +526,240 @@ def test_windows_is_refused_in_one_line_that_names_wsl2(script: str, tmp_path: P
     assert done.returncode == 2 and done.stdout == "" and list(tmp_path.iterdir()) == []
     assert done.stderr.startswith(f"{script}: error: Windows ") and done.stderr.count("\n") == 1
     assert "WSL2" in done.stderr
+
+
+# ---- it finds what no run can tell
+
+BEFORE, AFTER, INSTEAD = insert_before, insert_after, replace
+TRAINED = "each_parameter_is_trained"
+VALIDATED = "each_validation_has"
+SEEDED = "random_numbers_are_others"
+ON_TWO = "two_processes_validate"
+OWN_LIST = "self.blocks = [nn.Linear(10, 10)]"
+NEVER_RESET = """
+class Seen(MulticlassAccuracy):
+    seen: list
+
+    def update(self, logits, targets):
+        self.seen = [*getattr(self, "seen", []), logits]
+
+    def compute(self):
+        return torch.cat(self.seen).mean()
+
+
+"""
+QUEUE = "images = images * (1 + 0.01 * model.module.queue)\nmodel.module.queue += 0.1 * model.training"
+PICKED = 'state["level"] = state["level"] + fabric.global_rank'
+
+# What is wrong: the edits, which tests tell it, and by which words.
+MISTAKES: dict[str, tuple[list, str, str]] = {
+    "step() is forgotten": ([(INSTEAD, "optimizer steps", "")], TRAINED, "no parameter has changed between steps"),
+    "zero_grad() comes before step()": (
+        [(BEFORE, "optimizer steps", "optimizer.zero_grad()")],
+        TRAINED,
+        "no parameter has changed between steps",
+    ),
+    "weights are written back": (
+        [
+            (AFTER, "loop begins", "first = model.module.layers[0].weight.detach().clone()"),
+            (AFTER, "optimizer steps", "model.module.layers[0].weight.data.copy_(first)"),
+        ],
+        TRAINED,
+        "has not changed between steps 6 and 10: model.layers.0.weight (32, 1, 3, 3). Is it written back?",
+    ),
+    "compute_loss has a seed": (
+        [(AFTER, "batch", "torch.manual_seed(0)")],
+        SEEDED,
+        "After compute_loss, the generator",
+    ),
+    "forward has a seed": (
+        [(BEFORE, "forward", "import torch; torch.manual_seed(0)")],
+        SEEDED,
+        "the generator of torch is where",
+    ),
+    "the dataset has a seed of NumPy": (
+        [(AFTER, "fetch", "np.random.seed(0)")],
+        SEEDED,
+        "After a fetch from the dataset, the generator of NumPy is where",
+    ),
+    "the validation has training samples": (
+        [(BEFORE, "statistics", "val = np.concatenate([val, train[:20]])")],
+        "no_sample_is_in_two_sets",
+        "of the samples of 'val' are in 'train', too. If that is right, give SHARED_SAMPLES",
+    ),
+    "the test is the validation": (
+        [(BEFORE, "statistics", "test = val")],
+        "no_sample_is_in_two_sets",
+        "100.00% of the samples of 'test' are in 'val', too",
+    ),
+    "a random result is a sum over the batch": (
+        [(INSTEAD, "values", '{"loss": F.cross_entropy(logits, targets), "bits": torch.rand(len(targets)).sum()}')],
+        ON_TWO,
+        "times as much as with another seed",
+    ),
+    "blocks are in a list": (
+        [
+            (BEFORE, "layers", OWN_LIST),
+            (INSTEAD, "forward", "        return self.blocks[0](self.layers(images))\n"),
+        ],
+        "what_has_a_gradient",
+        "The loss depends on model.blocks[0].bias, model.blocks[0].weight, which is in no module of `state`",
+    ),
+    "a number is another one on each rank": (
+        [(AFTER, "state", '"mine": 0.0,'), (AFTER, "step is done", 'state["mine"] = values["loss"].item()')],
+        "ranks_have_the_same_state",
+        "state['mine'] after step 3, on rank 1",
+    ),
+    "what each rank has of its own is restored as that of rank 0": (
+        [
+            (AFTER, "state", '"level": 0.0,'),
+            (
+                INSTEAD,
+                "backward",
+                'fabric.backward(values["loss"] * (1 + 0.1 * state["level"]) / plan.grad_accum_steps)',
+            ),
+            (AFTER, "step is done", PICKED),
+        ],
+        "same_bits and processes",
+        "differ, first:",
+    ),
+    "an average has a graph": (
+        [
+            (AFTER, "loop begins", "model.module.average = torch.zeros(())"),
+            (AFTER, "step is done", "model.module.average = model.module.average + next(model.parameters()).mean()"),
+        ],
+        "no_graph_grows",
+        "model.average has a graph that grows with each step",
+    ),
+    "a queue is no buffer": (
+        [(BEFORE, "layers", "self.queue = 0.0"), (AFTER, "batch", QUEUE)],
+        "(same_history or same_bits) and here",
+        "Neither parameter nor buffer, but it changes: model.queue.",
+    ),
+    "the data are changed in place": (
+        [(AFTER, "fetch", "if not self.shift:\n    self.images += 0.01")],
+        VALIDATED,
+        "Batch 0 of validation 2 has other values than in the validation before",
+    ),
+    "metrics are never reset": (
+        [("train.py", "    metrics.reset()\n", "")],
+        VALIDATED,
+        "Validation 2 begins with what the one before has left in metrics.accuracy.",
+    ),
+    "a metric has a state of its own": (
+        [(BEFORE, "build_metrics", NEVER_RESET), (INSTEAD, "metrics", '{"accuracy": accuracy, "seen": Seen(10)}')],
+        VALIDATED,
+        "in metrics.seen.seen[0]",
+    ),
+    "the validation reads the training set": (
+        [("train.py", "Loader(fabric, val_set, val_batches", "Loader(fabric, train_set, val_batches")],
+        VALIDATED,
+        'A validation reads datasets["train"]',
+    ),
+    "each forward pass counts": (
+        [
+            (BEFORE, "layers", 'import torch; self.register_buffer("count", torch.zeros(()))'),
+            (
+                INSTEAD,
+                "forward",
+                "        self.count += 1\n        return self.layers(images) * (1 + self.count / 100)\n",
+            ),
+        ],
+        "two_processes_train",
+        "Each forward pass changes count, so it depends on the number of micro-batches and processes",
+    ),
+    "the validation is augmented": (
+        [("data.py", "targets[val], num_classes=10)", "targets[val], num_classes=10, shift=1)")],
+        ON_TWO,
+        "The samples of val are random: are they augmented?",
+    ),
+    "the loop overrides a scheduler": (
+        [
+            (AFTER, "set-up is done", "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)"),
+            (AFTER, "step is done", "scheduler.step()"),
+        ],
+        "no_scheduler_of_torch",
+        "The loop sets other learning rates than StepLR, which is without effect",
+    ),
+    "the monitor depends on the number of processes": (
+        [(BEFORE, "build_metrics", LARGEST), (INSTEAD, "metrics", '{"accuracy": Largest(10)}')],
+        ON_TWO,
+        "It is the `--monitor`: the best checkpoint depends on the number of processes.",
+    ),
+}
+
+
+def edited_by(edits: list, program: Path) -> Path:
+    for how, point, text in edits:
+        if callable(how):
+            how(program, point, text)
+        else:
+            with_text(program, how, (point, text))
+    return program
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_it_finds_a_mistake(name: str, tmp_path: Path):
+    edits, words, told = MISTAKES[name]
+    done = run_project_tests(edited_by(edits, tmp_path), words)
+    assert_fails(done, "test_")
+    assert told in " ".join(done.stdout.split()), done.stdout
+
+
+# ---- it does not cry wolf
+
+RIGHT: dict[str, tuple[list, str, str]] = {
+    "a list is filled by compute_loss": (
+        [
+            (AFTER, "batch", "if seen is not None:\n    seen.append(len(images))"),
+            (
+                "train.py",
+                "def compute_loss(model: nn.Module, batch, config: TrainConfig)",
+                "def compute_loss(model, batch, config: TrainConfig, seen: list | None = None)",
+            ),
+            (AFTER, "learning rate", "seen = []"),
+            ("train.py", "compute_loss(model, batch, config)[0]", "compute_loss(model, batch, config, seen)[0]"),
+        ],
+        "two_processes_get",
+        "2 processes: same inputs",
+    ),
+    "a score is near 0": (
+        [
+            (
+                INSTEAD,
+                "values",
+                '{"loss": (loss := F.cross_entropy(logits, targets)), "score": 1 - loss.detach() / 2.303}',
+            )
+        ],
+        "two_processes_train or two_processes_validate",
+        "val/score within",
+    ),
+    "a random result is a mean": (
+        [(INSTEAD, "values", '{"loss": F.cross_entropy(logits, targets), "bits": torch.rand(len(targets)).mean()}')],
+        ON_TWO,
+        "2 processes, random validation: val/bits as far as",
+    ),
+    "a random accuracy": (
+        [(INSTEAD, "outputs", "(logits + torch.rand_like(logits), targets)\n")],
+        ON_TWO,
+        "2 processes, random validation: val/accuracy as far as",
+    ),
+    "a parameter has no gradient": (
+        [(BEFORE, "layers", "self.unused = nn.Linear(2, 2)")],
+        TRAINED,
+        "the same between steps 6 and 10: model.unused.weight (2, 2), model.unused.bias (2,)",
+    ),
+    "few samples are in two sets": (
+        [(BEFORE, "statistics", "val = np.concatenate([val, train[:1]])")],
+        "no_sample_is_in_two_sets",
+        "beware: 0.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_it_passes_and_says_so(name: str, tmp_path: Path):
+    edits, words, told = RIGHT[name]
+    done = run_project_tests(edited_by(edits, tmp_path), words)
+    assert done.returncode == 0, done.stdout
+    assert told in done.stdout

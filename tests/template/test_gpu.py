@@ -202,7 +202,7 @@ def test_batches_come_from_pinned_memory(tmp_path):
         program = tmp_path / f"program{workers}"
         insert_after(program, "next batch", 'print("pinned", [tensor.is_pinned() for tensor in batch])')
         # Before they are moved to the device.
-        replace(program, "to device", "super().__iter__()")
+        replace(program, "to device", "batches")
         insert_before(program, "batch", "batch = [tensor.cuda() for tensor in batch]")
         done = run(f"{program}/{SHORT} --num_workers {workers} --max_steps 2 --out_dir {workers}", tmp_path)
         assert done.stdout.count("pinned [True, True]") == 2
