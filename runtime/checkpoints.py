@@ -62,8 +62,8 @@ def is_whole(path: Path) -> bool:
 
 
 def is_of_the_system(error: Exception) -> bool:
-    """Whether an error says nothing of what is in a file. EINVAL does: it is that of an offset below 0."""
-    return isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR)
+    """Whether an error says nothing of what is in a file. That of an offset below 0 does, or of a folder."""
+    return isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR, errno.ENOENT)
 
 
 def regular_checkpoints(run_dir: Path) -> dict:

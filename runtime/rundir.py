@@ -317,7 +317,7 @@ class RunDir:
         self.check_gradients()
         if self.path is None:
             self.path = self.on_rank_zero(self.make_directory)
-            other = difference({f"{self.path} is there": self.path.exists()})
+            other = difference({f"{self.shown(self.path)} is there": self.path.exists()})
             if other:
                 self.on_rank_zero(shutil.rmtree, self.path)
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {other}; all machines need to share it")

@@ -108,14 +108,17 @@ def test_a_signal_stops_two_hosts_together_and_they_go_on(whole, tmp_path):
 
 
 def test_a_new_run_needs_a_shared_directory(tmp_path):
-    for host in "01":
-        (tmp_path / host).mkdir()
-    error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {SMALL}", tmp_path, code=2).stderr
+    """Each host has a disk of its own at the same path."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    there = f"mount -t tmpfs none {disk} && cd {disk}"
+    done = run(f"{HOSTS} {there} && {PLAIN} --devices 1 {SMALL}; code=$?; ls -A; exit $code", tmp_path, code=2)
+    error = done.stderr
     seen = "--root_dir .: .+-train_out is there: False on rank 1 \\(host1\\), True on rank 0"
     for rank, line in enumerate(sorted(last_lines(error))):  # one a host
         assert re.fullmatch(f"train.py: error: rank {rank}: {seen}; all machines need to share it", line)
     assert len(last_lines(error)) == 2
-    assert not list(tmp_path.glob("*/*"))
+    assert "train_out" not in done.stdout
 
 
 @pytest.mark.parametrize(
