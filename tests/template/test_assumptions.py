@@ -2,47 +2,30 @@
 hangs on it: where a new version breaks one, that place is to be looked at. What only a GPU can show comes last."""
 
 import inspect
-import io
 import json
-import logging
-import os
 import re
-import signal
-import subprocess
 import sys
 import warnings
-from argparse import SUPPRESS
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing import active_children
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning.fabric.strategies.ddp as fabric_ddp
 import pytest
-import simple_parsing
 import torch
 import torch.distributed as dist
 import yaml
-from filelock import FileLock, Timeout
-from helpers import REPO, children, kill_group, run, start, wait_for
+from helpers import REPO, kill_group, run, start
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
-from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, field
-from simple_parsing.helpers.serialization import to_dict
-from simple_parsing.utils import flatten_join
 from torch import Tensor, nn
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 from config import TrainConfig
 from runtime import checkpoints, cli, launch, meters
-from runtime.errors import ConfigError
 
 BIN = Path(sys.executable).parent
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -59,22 +42,6 @@ def group():
 # ---- Fabric's wrappers
 
 
-def test_fabrics_module_is_known_by_the_parameters_of_the_users_module():
-    """checkpoints.named_tensors and rundir.RunDir find them there, the same objects, by the names of the state_dict."""
-    module = nn.Linear(2, 1)
-    model = FABRIC.setup_module(module)
-    found = model.state_dict(keep_vars=True)
-    assert found["weight"] is module.weight and found["bias"] is module.bias
-    assert model.module is module and isinstance(model, nn.Module)
-
-
-def test_the_gradient_scaler_is_an_attribute_of_fabrics_precision():
-    """meters.unscale_gradients and rundir.RunDir take it for granted that a precision without it scales nothing."""
-    scaler = torch.amp.GradScaler("cpu")
-    assert MixedPrecision("16-mixed", "cpu", scaler).scaler is scaler
-    assert MixedPrecision("bf16-mixed", "cpu").scaler is None
-
-
 def test_fabric_refuses_gradients_by_torch_where_a_precision_has_a_backward_of_its_own():
     """launch.build_fabric gives bf16-mixed that of the base class, so that torch.autograd.grad works."""
     ours = launch.build_fabric(TrainConfig(accelerator="cpu", devices="1", precision="bf16-mixed"))
@@ -84,21 +51,6 @@ def test_fabric_refuses_gradients_by_torch_where_a_precision_has_a_backward_of_i
         loss = model(torch.ones(1, 1)).sum()
         with pytest.raises(RuntimeError, match="fabric.backward") if is_refused else nullcontext():
             torch.autograd.grad(loss, model.weight)
-
-
-def test_argparse_takes_a_negative_number_with_an_exponent_for_an_option_unless_it_is_told():
-    """cli.parse sets this private pattern, which Python 3.14 has by itself."""
-    parser = ArgumentParser()
-    pattern = parser._negative_number_matcher
-    assert pattern.match("-1") and not pattern.match("-x")
-    assert cli.parse(TrainConfig, ["--warmup_epochs", "-1e-3"]) == {"warmup_epochs": -1e-3}
-
-
-def test_a_gradient_scaler_refuses_an_empty_state_which_a_precision_without_one_has():
-    """checkpoints.restore leaves out an empty state: a run of 32-true goes on in 16-mixed."""
-    assert MixedPrecision("bf16-mixed", "cpu").state_dict() == {}
-    with pytest.raises(RuntimeError, match="empty"):
-        torch.amp.GradScaler("cpu").load_state_dict({})
 
 
 def test_a_gradient_scaler_leaves_a_fused_optimizer_to_skip_a_step(monkeypatch):
@@ -139,36 +91,7 @@ def test_fabric_copies_a_batch_without_a_wait_to_a_gpu_and_with_one_elsewhere(de
     assert given == [expected]
 
 
-def test_fabrics_optimizer_shares_the_groups_of_the_one_inside():
-    """train sets the learning rate in them, and checkpoints restores settings in them."""
-    model = FABRIC.setup_module(nn.Linear(2, 1))
-    optimizer = FABRIC.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
-    optimizer.param_groups[0]["lr"] = 7.0
-    assert optimizer.optimizer.param_groups[0]["lr"] == 7.0
-    assert isinstance(optimizer, torch.optim.Optimizer)
-
-
 # ---- Fabric's strategies and launchers
-
-
-def test_a_launcher_tells_whether_it_forks():
-    """launch.ResumableDDP starts processes as Fabric would have: by fork in a notebook, else by the same command."""
-    is_forking = {}
-    for strategy in ("ddp", "ddp_fork"):
-        launcher = Fabric(accelerator="cpu", devices=2, strategy=strategy).strategy.launcher
-        is_forking[strategy] = launcher.is_interactive_compatible
-    assert is_forking == {"ddp": False, "ddp_fork": True}
-
-
-def test_there_is_a_launcher_where_the_processes_were_started_from_outside_too(monkeypatch):
-    """As by torchrun. launch.ResumableDDP asks it whether it forks."""
-    environment = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    strategy = Fabric(accelerator="cpu", devices=1, strategy="ddp").strategy
-    assert strategy.cluster_environment.creates_processes_externally
-    assert not strategy.launcher.is_interactive_compatible
 
 
 def test_fabrics_ddp_is_made_on_a_side_stream_and_ours_is_not(monkeypatch):
@@ -185,43 +108,6 @@ def test_fabrics_ddp_is_made_on_a_side_stream_and_ours_is_not(monkeypatch):
     )
     assert ours.setup_module(nn.Linear(1, 1)) == [0] and streams == []
     assert DDPStrategy().setup_module(nn.Linear(1, 1)) == [0] and streams == ["made"]
-
-
-def test_the_timeout_of_the_strategy_is_that_of_the_process_group(monkeypatch):
-    """--timeout would else be Fabric's or torch's own half hour."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
-        monkeypatch.setenv(name, "0")  # to be restored: Fabric sets them
-        monkeypatch.delenv(name)
-    given = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: given.update(options))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    config = TrainConfig(accelerator="cpu", devices="1", strategy="ddp", timeout=77.0)
-    launch.build_fabric(config).launch()
-    torch.set_flush_denormal(False)
-    assert given["timeout"] == timedelta(seconds=77)
-
-
-ENDS = """
-import os, sys, threading, time
-from lightning.fabric import Fabric
-fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-fabric.launch()
-if fabric.global_rank == 1:
-    while not os.path.exists("connected"):
-        time.sleep(0.02)
-    os._exit(int(sys.argv[-1]))
-open("connected", "w").close()
-(observer,) = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
-observer.join()
-os._exit(7)
-"""
-
-
-@pytest.mark.parametrize("code, code_of_rank_0", [(0, 7), (1, -signal.SIGKILL), (75, -signal.SIGKILL)])
-def test_fabric_kills_rank_0_where_another_process_ends_with_another_code_than_0(code: int, code_of_rank_0, tmp_path):
-    """So launch.own_code is 0 in a process that Fabric has started: rank 0 may be closing its files."""
-    (tmp_path / "ends.py").write_text(ENDS)
-    run(f"{tmp_path}/ends.py --devices 2 {code}", tmp_path, code=code_of_rank_0)
 
 
 def warned(function, is_filtered: bool = False) -> list[str]:
@@ -297,17 +183,6 @@ def test_ddp_orders_its_buckets_once(is_ordered: bool, expected: str, group):
     assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == expected
 
 
-def test_ddp_calls_these_methods_around_the_forward_pass(group, monkeypatch):
-    """launch.order_buckets calls them, for a pass that has all parameters and no batch."""
-    called = []
-    for name in ("_pre_forward", "_post_forward"):
-        method = getattr(DistributedDataParallel, name)
-        spy = lambda ddp, *given, name=name, method=method: called.append((name, len(given))) or method(ddp, *given)  # noqa: E731
-        monkeypatch.setattr(DistributedDataParallel, name, spy)
-    DistributedDataParallel(nn.Linear(2, 1))(torch.ones(1, 2))
-    assert called == [("_pre_forward", 1), ("_post_forward", 1)]
-
-
 def test_ddp_does_not_order_its_buckets_anew_where_it_looks_for_unused_parameters(group):
     """So launch.ResumableDDP need not order them: DDP would say then that all parameters are used."""
     ddp = DistributedDataParallel(Backwards(), bucket_cap_mb=0.1, find_unused_parameters=True)
@@ -316,44 +191,10 @@ def test_ddp_does_not_order_its_buckets_anew_where_it_looks_for_unused_parameter
     assert not ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
 
 
-def test_ddp_keeps_its_gradients_in_its_buckets_after_they_were_set_to_none(group):
-    """As optimizer.zero_grad does. DDP would else copy each gradient in each step."""
-    ddp = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=True)
-    addresses = []
-    for _ in range(3):
-        ddp(torch.ones(1, 2)).sum().backward()
-        addresses.append([parameter.grad.data_ptr() for parameter in ddp.parameters()])
-        for parameter in ddp.parameters():
-            parameter.grad = None
-    assert addresses[1] == addresses[2]
-
-
 def test_ddp_refuses_a_model_without_parameters_to_train(group):
     """If it no longer does, launch.ResumableDDP need not return such a model as it is."""
     with pytest.raises(RuntimeError, match="any parameter that requires a gradient"):
         DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))
-
-
-class HalfUsed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_ddp_leaves_none_where_a_parameter_has_no_gradient(is_ordered, group):
-    """rundir.RunDir.check_gradients finds such parameters in the first step."""
-    ddp = DistributedDataParallel(HalfUsed(), gradient_as_bucket_view=True)
-    if is_ordered:
-        launch.order_buckets(ddp)
-    ddp(torch.ones(1, 1)).sum().backward()
-    assert {name for name, parameter in ddp.module.named_parameters() if parameter.grad is None} == {
-        "unused.weight",
-        "unused.bias",
-    }
 
 
 # ---- torch
@@ -365,15 +206,6 @@ def test_a_sum_in_float64_takes_numbers_of_other_kinds(value):
     total = torch.full((), 2.0**-40, dtype=torch.float64)
     total.add_(torch.as_tensor(value), alpha=3)
     assert total.item() == 2.0**-40 + 3 * float(value)
-
-
-def test_the_default_generator_is_that_of_manual_seed():
-    """loader.SeededBatches and loader.seeder seed it alone: torch.manual_seed takes 80 times as long."""
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.default_generator.manual_seed(7)
-    assert torch.equal(torch.rand(3), expected)
-    assert isinstance(torch.cuda.default_generators, tuple)
 
 
 def test_the_flags_of_a_gpu_are_those_that_torch_reads():
@@ -390,38 +222,6 @@ def test_the_flags_of_a_gpu_are_those_that_torch_reads():
     torch.set_float32_matmul_precision(before[2])
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86")
-def test_denormal_numbers_can_be_flushed():
-    """launch.prepare_device asks for it; where it cannot be, torch returns False and says nothing."""
-    assert torch.set_flush_denormal(True)
-    assert torch.tensor(1e-39) * 1 == 0
-    assert torch.set_flush_denormal(False)
-
-
-def test_a_tensor_of_a_mapped_file_stays_in_the_file_until_it_is_cloned(tmp_path):
-    """checkpoints.restore clones each tensor: the state would else be backed by a file that a later save may delete."""
-    path = tmp_path / "saved"
-    torch.save({"weights": torch.ones(100_000)}, path)
-
-    def is_mapped() -> bool:
-        return str(path) in Path("/proc/self/maps").read_text()
-
-    loaded = checkpoints.load(path)
-    assert is_mapped()
-    mine = checkpoints.with_tensors(checkpoints.copied, loaded)
-    del loaded
-    assert not is_mapped() and mine["weights"].sum() == 100_000
-
-
-def test_torch_saves_all_of_a_tensor_with_a_slice_of_it(tmp_path):
-    """So checkpoints.compact copies the slice. Where torch saves the slice alone, it need not."""
-    sizes = []
-    for tensor in (torch.ones(100_000)[:5], checkpoints.compact(torch.ones(100_000)[:5])):
-        torch.save(tensor, tmp_path / "saved")
-        sizes.append((tmp_path / "saved").stat().st_size)
-    assert sizes[0] > 400_000 and sizes[1] < 10_000
-
-
 def test_apply_to_collection_changes_tensors_alone():
     """checkpoints.with_tensors and on_cpu use this function of lightning_utilities, which comes with Fabric."""
     plain = {"a": [torch.ones(2), 1, "text", None, (2.5, True)], 3: {"b": torch.zeros(1)}, "empty": {}}
@@ -433,18 +233,6 @@ def test_apply_to_collection_changes_tensors_alone():
     seen = []
     apply_to_collection(plain, Tensor, seen.append)
     assert len(seen) == 2
-
-
-def test_the_state_of_an_optimizer_is_matched_by_position():
-    """Not by name or shape: checkpoints.restore_optimizer compares the names, since a resume with parameters in another
-    order would give each the moments of another."""
-    small, large = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(5))
-    optimizer = torch.optim.AdamW([small, large])
-    small.grad, large.grad = torch.ones(2), torch.ones(5)
-    optimizer.step()
-    other = torch.optim.AdamW([large, small])
-    other.load_state_dict(optimizer.state_dict())
-    assert other.state[large]["exp_avg"].shape == (2,)
 
 
 def test_an_optimizer_that_loads_a_state_puts_the_steps_of_a_fused_one_in_place():
@@ -466,26 +254,6 @@ def test_an_optimizer_that_loads_a_state_puts_the_steps_of_a_fused_one_in_place(
     assert fused.param_groups[0]["fused"] and fused.state[parameter]["step"].dtype == torch.float32
 
 
-def test_a_file_of_torch_save_is_a_zip_file_with_checksums(tmp_path):
-    """checkpoints.is_whole tells a damaged one by them: torch loads flipped bits without a word."""
-    path = tmp_path / "saved"
-    torch.save({"weights": torch.ones(1000), "step": 3}, path)
-    assert checkpoints.is_whole(path)
-    data = bytearray(path.read_bytes())
-    data[data.index(torch.ones(4).numpy().tobytes())] ^= 1
-    path.write_bytes(data)
-    assert not checkpoints.is_whole(path) and torch.load(path, mmap=True, weights_only=True)["step"] == 3
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
-def test_torch_save_covers_up_what_the_system_has_said():
-    """checkpoints.save raises what stands behind the error."""
-    file = open("/dev/full", "wb")  # noqa: SIM115 - cannot be closed
-    with pytest.raises(RuntimeError) as error:
-        torch.save(torch.ones(1_000_000), file)
-    assert isinstance(error.value.__context__, OSError)
-
-
 def test_torch_says_this_when_memory_is_short():
     """launch.explain knows it by these words, or by the type."""
     with pytest.raises(RuntimeError) as error:
@@ -505,58 +273,6 @@ def test_what_the_system_says_of_the_most_memory_is_in_units_of_1024_bytes():
     """meters.peak_memory; on Linux."""
     kilobytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
     assert meters.peak_memory(torch.device("cpu")) == pytest.approx(kilobytes * 1024 / 1e6, rel=0.05)
-
-
-# ---- DataLoader
-
-
-class Waits(Dataset):
-    """Gives one sample, and the next once there is a file."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        if index > 0:
-            wait_for(self.file.exists)
-        return index
-
-
-@contextmanager
-def waiting_loader(folder: Path, timeout: float = 0):
-    """A loader whose one worker waits, and its iterator."""
-    file = folder / "released"
-    loader = DataLoader(Waits(file), batch_size=None, num_workers=1, persistent_workers=True, timeout=timeout,
-                        multiprocessing_context="fork")  # fmt: skip
-    batches = iter(loader)
-    assert next(batches) == 0
-    try:
-        yield batches
-    finally:
-        file.touch()
-
-
-def test_the_workers_of_a_loader_are_children_that_can_be_ended(tmp_path):
-    """loader.Loader.end_workers. Torch's handler of SIGCHLD, which it takes away before, raises an error for each."""
-    others = set(active_children())
-    with waiting_loader(tmp_path) as batches:
-        (worker,) = set(active_children()) - others
-        assert worker.is_alive() and worker.pid in children(os.getpid())
-        assert signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None)
-        with pytest.raises(RuntimeError, match=f"DataLoader worker.*{worker.pid}"):
-            worker.kill()
-            worker.join()
-            next(batches)
-        assert not worker.is_alive()
-
-
-def test_a_loader_says_this_of_a_worker_that_delivers_nothing(tmp_path):
-    """loader.Loader leaves it to torch to tell."""
-    with waiting_loader(tmp_path, timeout=1) as batches, pytest.raises(RuntimeError, match="DataLoader timed out"):
-        next(batches)
 
 
 # ---- process groups
@@ -615,35 +331,6 @@ def test_an_error_of_nccl_has_a_type_of_its_own(group):
     assert issubclass(dist.DistBackendError, dist.DistError) and not launch.is_lost_connection(RuntimeError("other"))
 
 
-# ---- filelock
-
-HOLDS = """
-import sys
-from filelock import FileLock
-with FileLock("lock"):
-    print("holds", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_file_lock_is_free_again_when_its_process_is_killed(tmp_path):
-    """launch.build_in_turn: whoever is killed while it fills a directory must not keep the others from it. The file
-    stays."""
-    lock = FileLock(tmp_path / "lock")
-    command = [sys.executable, "-c", HOLDS]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout.readline() == "holds\n"
-        with pytest.raises(Timeout):
-            lock.acquire(timeout=0)
-        process.kill()
-        process.wait()
-        with lock:
-            assert lock.is_locked
-    with lock:  # as a second run
-        assert lock.timeout == -1  # it waits as long as it takes
-
-
 # ---- what launchers put into the environment
 
 TELLS = """
@@ -654,25 +341,23 @@ print(json.dumps(dict(os.environ)))
 
 FABRIC_RUN = "fabric run --accelerator cpu --devices 1 --num-nodes 1 --strategy ddp --precision 64-true"
 OF_FABRIC = {"LT_ACCELERATOR": "cpu", "LT_DEVICES": "1", "LT_NUM_NODES": "1", "LT_STRATEGY": "ddp"}
-OF_FABRIC |= {"LT_PRECISION": "64-true", "LT_CLI_USED": "1"}
+OF_FABRIC |= {"LT_PRECISION": "64-true", "LT_CLI_USED": "1", "TORCHELASTIC_MAX_RESTARTS": "0"}
 OF_TORCHRUN = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-OF_TORCHRUN |= {"TORCHELASTIC_MAX_RESTARTS": "0"}
-RESTARTS = OF_TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
 @pytest.mark.parametrize(
-    "launcher, expected",
+    "launcher, more",
     [
-        pytest.param(FABRIC_RUN, OF_TORCHRUN | OF_FABRIC, marks=pytest.mark.night),
-        pytest.param("torchrun --nproc_per_node 1", OF_TORCHRUN, marks=pytest.mark.night),
-        ("torchrun --nproc_per_node 1 --max-restarts 3", RESTARTS),
+        pytest.param(FABRIC_RUN, OF_FABRIC, marks=pytest.mark.night),
+        ("torchrun --nproc_per_node 1 --max-restarts 3", {"TORCHELASTIC_MAX_RESTARTS": "3"}),
     ],
 )
-def test_launchers_set_these_variables(launcher: str, expected: dict, tmp_path):
+def test_launchers_set_these_variables(launcher: str, more: dict, tmp_path):
     """cli.words_of_launcher reads the devices and the restarts of them, cli.is_local_zero and cli.is_child_of_fabric
     the rank, and cli.die_with_launcher whether it is torchrun."""
     (tmp_path / "tells.py").write_text(TELLS)
     found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path).stdout)
+    expected = OF_TORCHRUN | more
     assert {name: found.get(name) for name in expected} == expected
     assert found["TORCHELASTIC_RUN_ID"]
 
@@ -682,29 +367,6 @@ def test_torchrun_asks_for_this_variable_before_it_shares_its_store():
     may read the address of a dead one. Where torch asks no more, see whether restarts still hang without it."""
     source = inspect.getsource(dynamic_rendezvous)
     assert 'os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")' in source
-
-
-TELLS_EACH = """
-import os
-from lightning.fabric import Fabric
-fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-fabric.launch()
-names = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-line = " ".join(["told", *(str(os.environ.get(name)) for name in names)])
-os.write(1, f"{line}\\n".encode())  # in one piece, which the other process cannot break
-fabric.barrier()
-"""
-
-
-def test_fabric_tells_the_processes_that_it_starts_their_local_rank(tmp_path):
-    """cli.is_local_zero and cli.is_child_of_fabric read it, launch.launch the number of processes. By it a process
-    knows, too, that it has a launcher to die with; the first one has none before the launch."""
-    (tmp_path / "tells.py").write_text(TELLS_EACH)
-    printed = run(f"{tmp_path}/tells.py", tmp_path).stdout
-    assert sorted(line for line in printed.splitlines() if line.startswith("told")) == [
-        "told 0 None 2 None",
-        "told 1 None 2 None",
-    ]
 
 
 def test_fabric_connects_the_ranks_at_once_where_its_command_has_started_them(monkeypatch):
@@ -733,88 +395,6 @@ def test_fabric_finds_slurm_by_its_tasks_and_takes_a_job_bash_for_a_shell(monkey
 # ---- simple_parsing and argparse
 
 
-def test_simple_parsing_reports_a_bad_value_on_a_logger_of_this_name(caplog):
-    """cli.parse silences it, else the message came twice."""
-    logger = logging.getLogger("simple_parsing")
-    level = logger.level
-    with pytest.raises(ConfigError):
-        cli.parse(TrainConfig, ["--seed", "x"])
-    assert not caplog.records and logger.level == logging.CRITICAL
-    logger.setLevel(level)
-
-
-@dataclass(frozen=True)
-class First:
-    """The first group"""
-
-    one: int = 1
-    several: tuple[int, ...] = (1,)
-
-
-@dataclass(frozen=True)
-class Inner:
-    two: float = 2.0
-
-
-@dataclass(frozen=True)
-class Second:
-    """The second group"""
-
-    inner: Inner = Inner()
-    unseen: str | None = field(default=None, nargs=None, to_dict=False)
-
-
-@dataclass(frozen=True)
-class Both(Second, First):
-    """Of the fields of two groups."""
-
-
-class Groups(ArgumentParser):
-    """Notes the groups that are made."""
-
-    def __init__(self, default):
-        self.groups: list = []
-        super().__init__(argument_generation_mode=ArgumentGenerationMode.NESTED, nested_mode=NestedMode.WITHOUT_ROOT)
-        for group in (First, Second):
-            self.add_arguments(group, group.__name__, default=default)
-
-    def add_argument_group(self, title=None, description=None, *args, **options):
-        self.groups.append((title, description))
-        return super().add_argument_group(title, description, *args, **options)
-
-
-@pytest.mark.parametrize(
-    "words, given, others",
-    [
-        ("", {}, []),
-        ("--one 3", {"First": {"one": 3}}, []),
-        ("--several 1 2 --inner.two 3", {"First": {"several": (1, 2)}, "Second": {"inner": {"two": 3.0}}}, []),
-        ("--inner.two=3 stray --none 5", {"Second": {"inner": {"two": 3.0}}}, ["stray", "--none", "5"]),
-    ],
-)
-def test_simple_parsing_gives_only_what_was_given_for_each_dataclass(words: str, given: dict, others: list):
-    """cli.parse puts the sources of options over each other, and tells the first word that is left over."""
-    found, left = Groups(SUPPRESS).parse_known_args(words.split())
-    assert (vars(found), left) == (given, others)
-
-
-def test_simple_parsing_makes_a_group_of_each_dataclass_with_its_docstring():
-    """cli.Parser.add_argument_group takes it as the title."""
-    parser = Groups(None)
-    parser.print_help(io.StringIO())
-    told = [description.strip() for _, description in parser.groups if description]
-    assert told[:2] == ["The first group", "The second group"]
-
-
-def test_simple_parsing_replaces_by_dotted_names_and_leaves_out_what_is_not_to_be_written():
-    """cli and options.values_of rely on these functions."""
-    changed = simple_parsing.replace(Both(), {"one": 5, "inner.two": 3.0})
-    assert changed == Both(one=5, inner=Inner(two=3.0))
-    assert to_dict(changed) == {"one": 5, "several": [1], "inner": {"two": 3.0}}
-    assert flatten_join(to_dict(changed)) == {"one": 5, "several": [1], "inner.two": 3.0}
-    assert flatten_join({"inner.two": 3}) == {"inner.two": 3}
-
-
 def test_yaml_reads_text_alone_but_for_null():
     """cli.TextLoader adds one resolver to the BaseLoader, which has none."""
     text = "a: null\nb: ~\nc:\nd: 'null'\ne: 1e-3\nf: [NULL, 010, yes]\ng: nullable\n"
@@ -841,15 +421,6 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
-@pytest.fixture
-def no_waiting():
-    """Whatever waits for the device is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def keep_busy(milliseconds: int = 200):
     """Gives the device something to do; returns at once."""
     torch.cuda._sleep(1_000_000 * milliseconds)  # cycles of at least 1 GHz
@@ -864,12 +435,6 @@ def test_the_generators_of_the_gpus_are_there_once_one_is_used():
     expected = torch.rand(3, device=device)
     torch.cuda.default_generators[device.index].manual_seed(7)
     assert torch.equal(torch.rand(3, device=device), expected)
-
-
-@on_gpu
-def test_to_seed_a_gpu_does_not_wait_for_it(no_waiting):
-    """loader.seeder seeds it before each micro-batch."""
-    torch.cuda.default_generators[0].manual_seed(7)
 
 
 @on_gpu
@@ -939,22 +504,6 @@ def test_the_step_of_a_fused_optimizer_is_on_the_gpu(is_loaded: bool):
         on_cpu = {name: value.cpu() for name, value in saved["state"][0].items()}
         optimizer.load_state_dict(saved | {"state": {0: on_cpu}})
     assert {value.device.type for value in optimizer.state[parameter].values()} == {"cuda"}
-
-
-@on_gpu
-def test_to_clip_gradients_does_not_wait(no_waiting):
-    """meters.clip_gradients, by functions of torch; a norm that torch compared on the host would wait."""
-    parameter = nn.Parameter(torch.ones(2, device="cuda"))
-    parameter.grad = torch.ones_like(parameter)
-    assert meters.clip_gradients(torch.optim.AdamW([parameter], fused=True), 1.0).is_cuda
-
-
-@on_gpu
-def test_fabrics_mixed_precision_has_a_scaler_for_the_gpu():
-    """meters.unscale_gradients finds it there, and state["precision"] has its state."""
-    precision = Fabric(accelerator="cuda", devices=1, precision="16-mixed").strategy.precision
-    assert (type(precision), precision.device) == (MixedPrecision, "cuda")
-    assert isinstance(precision.scaler, torch.amp.GradScaler)
 
 
 @on_gpu
