@@ -313,29 +313,15 @@ def test_an_option_is_not_accepted_without_its_value(option: str):
         ("--epochs", "argument --epochs: expected one argument"),
         ("--epochs many", "argument --epochs: invalid float value: 'many'"),
         ("--max_steps 1.5", "argument --max_steps: invalid int value: '1.5'"),
-        ("--epochs None", "--epochs"),  # no word for an option that is off
-        ("--max_steps None", "--max_steps"),
-        ("--compile None", "--compile"),
-        ("--num_checkpoint_keep null", "--num_checkpoint_keep"),
-        ("--seed 1e-3", "--seed"),
-        ("--max_steps 1.5e3", "--max_steps"),
-        ("--max_steps 1e99", "--max_steps"),
-        ("--width inf", "--width"),
+        ("--max_steps None", "--max_steps"),  # no word for an option that is off
         ("--devices 0", "--devices 0"),
         ("--dataset mnist", "argument --dataset: invalid choice: 'mnist' (choose from"),
-        ("--base_lr fast", "--base_lr"),
         ("--compile maybe", "--compile"),
         ("--timeout 1e7", "--timeout"),
         ("--fast_run few", "--fast_run"),
         ("--fast_run 1", "--fast_run 1: must be at least 2"),
         ("--fast_run 2 --resume auto", "--fast_run"),
         ("--limit_train_batches some", "--limit_train_batches"),
-        ("--micro_batch_size 1.5", "--micro_batch_size"),
-        ("--accelerator abacus", "--accelerator"),
-        ("--precision 8-true", "--precision"),
-        ("--dataset cifar", "--dataset"),
-        ("--lr_scaling_rule cubic", "--lr_scaling_rule"),
-        ("--lr_schedule steps", "--lr_schedule"),
         ("--logger_name", "--logger_name: must not be empty"),
         ("--logger_name csv mlflow", "error: argument --logger_name: invalid "),
         ("--monitor_mode up", "error: argument --monitor_mode: invalid choice: 'up' (choose from "),
@@ -347,28 +333,21 @@ def test_an_option_is_not_accepted_without_its_value(option: str):
         ("--dropout 1", "--dropout"),
         ("--warmup_epochs 4 --epochs 3", "--warmup_epochs"),
         ("--limit_train_batches 1.5", "--limit_train_batches"),
-        ("--limit_val_batches 2.0", "--limit_val_batches"),
         ("--limit_val_batches 0.0", "--limit_val_batches"),
         ("--out_dir=", "--out_dir: must not be empty"),
         ("--out_dir ..", "--out_dir"),
         ("--out_dir a\x00b", "--out_dir"),
         ("--base_lr -1e-3", "--base_lr -0.001: must be above 0"),  # negative numbers in any spelling
-        ("--base_lr -.5", "--base_lr -0.5: must be above 0"),
         ("--base_lr -0.0", "--base_lr -0.0: must be above 0"),
-        ("--warmup_epochs -1e-3", "--warmup_epochs -0.001: must be at least 0"),
         ("--warmup_epochs -1E+3", "--warmup_epochs -1000.0: must be at least 0"),
         ("--precision 16-true", "bf16-true"),
         ("--root_dir s3://bucket/runs", "--root_dir s3://bucket/runs: must be a directory, not a URL"),
-        ("--root_dir=", "--root_dir: must not be empty"),
         ("--devices=", "--devices: must not be empty"),
-        ("--monitor=", "--monitor: must not be empty"),
         ("--resume=", "--resume: must not be empty"),  # `--resume "$RUN"`, where RUN is not set
-        ("--resume= --out_dir x", "--resume: must not be empty"),
         ("--config_path=", "--config_path"),
-        ("--val_interval 1.5", "--val_interval"),
-        ("--strategy telepathy", "telepathy"),
+        ("--config_path", "--config_path"),
+        ("--config_path .", "--config_path ."),
         ("--strategy fsdp", "--strategy: invalid choice: 'fsdp'"),
-        ("--strategy FSDP", "--strategy"),
         ("--strategy ddp_fork_find_unused_parameters_true", "--strategy: invalid choice: "),
         ("--strategy model_parallel", "--strategy: invalid choice: 'model_parallel'"),
     ],
@@ -459,60 +438,38 @@ def test_value_that_is_not_allowed_in_test_py(options: str, option: str):
     "content, text",
     [
         (None, "bad.yaml"),  # there is no such file
-        ("a: [", "bad.yaml"),
-        ("- seed\n- epochs\n", "bad.yaml"),
-        ("seed", "bad.yaml"),
-        ("epohcs: 3", "unknown option --epohcs; did you mean --epochs?"),
-        ("seed: 1\nepochs: 3\nseed: 2", "seed is given twice"),
-        ("no_such_option: 3", "no_such_option"),
-        ("epochs: many", "--epochs"),
-        ("max_steps: 1.5", "--max_steps"),
-        ("epohcs: null", "unknown option --epohcs; did you mean --epochs?"),
-        ("epochs: None", "--epochs"),
-        ("epochs: [1, 2]", "2: neither an option, --NAME, nor a value that the option before it takes"),
-        ("epochs: {a: 1}", "unknown option --epochs.a; did you mean --epochs?"),
-        ("logger_name: [csv, mlflow]", "--logger_name"),
-        ("logger_name: [[csv]]", "logger_name"),
-        ("seed: 1\ndevices: [0, 1]", "1: neither an option, --NAME, nor a value that the option before it takes"),
-        ("? [a, b]\n: 3", "line 1, column 1"),
-        ("dataset: cifar", "--dataset"),
-        ("compile: maybe", "--compile"),
+        (bytes(range(256)), "bad.yaml"),  # no text
+        (b"config_path: b.yaml", "config_path is no option for a file"),
+        (b"a: [", "bad.yaml"),
+        (b"- seed\n- epochs\n", "bad.yaml"),
+        (b"seed", "bad.yaml"),
+        (b"epohcs: 3", "unknown option --epohcs; did you mean --epochs?"),
+        (b"seed: 1\nepochs: 3\nseed: 2", "seed is given twice"),
+        (b"max_steps: 1.5", "--max_steps"),
+        (b"epohcs: null", "unknown option --epohcs; did you mean --epochs?"),
+        (b"epochs: [1, 2]", "2: neither an option, --NAME, nor a value that the option before it takes"),
+        (b"epochs: {a: 1}", "unknown option --epochs.a; did you mean --epochs?"),
+        (b"logger_name: [csv, mlflow]", "--logger_name"),
+        (b"logger_name: [[csv]]", "logger_name"),
+        (b"seed: 1\ndevices: [0, 1]", "1: neither an option, --NAME, nor a value that the option before it takes"),
+        (b"? [a, b]\n: 3", "line 1, column 1"),
     ],
 )
-def test_config_file(content: str | None, text: str):
+def test_config_file(content: bytes | None, text: str):
     if content is not None:
-        Path("bad.yaml").write_text(content)
+        Path("bad.yaml").write_bytes(content)
     Path("good.yaml").write_text("seed: 1\n")
     refused("train.py --config_path good.yaml bad.yaml", "--config_path", "bad.yaml", text)
-
-
-def test_config_file_that_is_no_text():
-    Path("bad.yaml").write_bytes(bytes(range(256)))
-    refused("train.py --config_path bad.yaml", "--config_path", "bad.yaml")
-
-
-def test_config_path_without_a_file():
-    refused("train.py --config_path", "--config_path")
-    refused("train.py --config_path .", "--config_path")
-
-
-def test_config_file_that_names_another_one_is_not_silently_ignored():
-    Path("a.yaml").write_text("config_path: b.yaml\n")
-    refused("train.py --config_path a.yaml", "--config_path", "a.yaml")
 
 
 # ---- runs
 
 
 @pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
-def test_run_that_does_not_exist(script: str):
-    refused(f"{script} nothing", script.split()[1], "nothing")
-
-
-@pytest.mark.parametrize("script", ["train.py --resume", "test.py --out_dir"])
-def test_directory_that_is_no_run(script: str):
+@pytest.mark.parametrize("name", ["nothing", "folder"])
+def test_a_run_that_does_not_exist_or_is_none(script: str, name: str):
     Path("folder").mkdir()
-    refused(f"{script} folder", script.split()[1], "config.yaml")
+    refused(f"{script} {name}", f"{script.split()[1]} {name}: ", "config.yaml")
 
 
 def test_resume_with_a_damaged_config():
@@ -550,18 +507,14 @@ def test_weights_alone_are_evaluated_with_the_config_of_the_run():
         "--dropout 0.5",
         "--monitor val/loss --monitor_mode max",
         "--monitor_mode min --monitor val/accuracy",
+        "--epochs 0",
+        "--fast_run",
     ],
 )
-def test_resume_with_a_change_that_makes_the_state_meaningless(options: str):
+def test_resume_with_a_value_that_is_not_allowed_or_makes_the_state_meaningless(options: str):
     make_run()
     refused(f"train.py --resume train_out {options}", options.split()[0])
     refused(f"train.py --resume auto {options}", options.split()[0])
-
-
-@pytest.mark.parametrize("options", ["--epochs 0", "--fast_run"])
-def test_resume_with_a_value_that_is_not_allowed(options: str):
-    make_run()
-    refused(f"train.py --resume train_out {options}", options.split()[0])
 
 
 # ---- what only torch, Fabric, the dataset or the file system know
