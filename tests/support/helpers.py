@@ -140,6 +140,18 @@ def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, found, out.getvalue(), err.getvalue())
 
 
+def execute(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
+    """As `call`, or, where the command asks for two processes, as `run`."""
+    return (run if "--devices 2" in command else call)(command, cwd, code)
+
+
+def refused(command: str, cwd: Path, code: int = 1) -> str:
+    """What a command says that ends with this code and leaves nothing behind."""
+    error = execute(command, cwd, code).stderr
+    assert list(cwd.iterdir()) == []
+    return error
+
+
 def taken(programs: set[str]) -> dict:
     """Takes these modules, and those within them, out of the list of what was imported."""
     return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in programs}
@@ -287,6 +299,10 @@ def how_to_go_on(cwd: Path) -> str:
     return f"the checkpoints are whole, continue with: python train.py --resume {run_dir(cwd).name}"
 
 
+def checkpoint(cwd: Path, name: str) -> dict:
+    return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
 def weights(cwd: Path) -> dict[str, torch.Tensor]:
     return torch.load(run_dir(cwd) / "model.pt", weights_only=True)
 
@@ -326,17 +342,29 @@ def assert_same_run(cwd: Path, other: Path) -> None:
 def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path, Path]:
     """Runs the command to its end in one folder; in another it is killed in mid-epoch, and resumed, by `resume` if that
     is given. Checks that the runs are the same, and returns the folders: left alone, killed."""
-    how = run if ON_2 in command else call
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    how(command, whole)
+    execute(command, whole)
     assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
     again = f"{command.partition(' ')[0]} --resume auto"
     if ON_2 in command:
         again += f" {ON_2}"  # as in config.yaml; by these words zygote.py forks the ranks
-    (resume or how)(again, killed)
+    (resume or execute)(again, killed)
     assert_same_run(killed, whole)
     return whole, killed
+
+
+def ended_and_resumed(command: str, tmp_path: Path, options: str = "") -> tuple[Path, Path]:
+    """Runs the command for four epochs in one folder; in another for two, and again two, these with the options. Checks
+    that the runs are the same, and returns the folders: left alone, resumed."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir(), resumed.mkdir()
+    execute(f"{command} --epochs 4", whole)
+    execute(f"{command} --epochs 2", resumed)
+    again = run if ON_2 in command else call
+    again(f"{command.partition(' ')[0]} --resume auto --epochs 4 {options}", resumed)
+    assert_same_run(resumed, whole)
+    return whole, resumed
 
 
 def on_one_and_two(command: str, tmp_path: Path) -> tuple[Path, Path]:
@@ -359,7 +387,7 @@ def save_as_of(device: str, folder: Path) -> None:
 
 def assert_same_best(cwd: Path, other: Path) -> None:
     """best.ckpt is of the same step, with the same weights."""
-    ours, theirs = (torch.load(run_dir(path) / "checkpoints" / "best.ckpt", weights_only=True) for path in (cwd, other))
+    ours, theirs = (checkpoint(path, "best") for path in (cwd, other))
     assert ours["step"] == theirs["step"]
     torch.testing.assert_close(ours["model"], theirs["model"], atol=0, rtol=0)
 

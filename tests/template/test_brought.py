@@ -11,13 +11,14 @@ from helpers import (
     LONG,
     ON_2,
     SMALL,
-    assert_same_run,
     assert_same_training,
     assert_told_by_ranks,
     call,
+    ended_and_resumed,
     history,
     killed_and_resumed,
     on_one_and_two,
+    refused,
     run,
     run_dir,
     weights,
@@ -26,27 +27,6 @@ from optimizers import HALVED
 
 FEW = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 METRIC = '__import__("torchmetrics").Metric'
-
-
-def refused(command: str, cwd: Path) -> str:
-    """What a run says that ends with code 1 and leaves nothing behind."""
-    how = run if ON_2 in command else call
-    error = how(command, cwd, code=1).stderr
-    assert list(cwd.iterdir()) == []
-    return error
-
-
-def resumed(command: str, tmp_path: Path) -> Path:
-    """Runs the command for four epochs in one folder, for two and again two in another; checks that the runs are the
-    same, and returns the second folder."""
-    how = run if ON_2 in command else call
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    whole.mkdir(), parted.mkdir()
-    how(f"{command} --epochs 4", whole)
-    how(f"{command} --epochs 2", parted)
-    how(f"{command.partition(' ')[0]} --resume auto --epochs 4", parted)
-    assert_same_run(parted, whole)
-    return parted
 
 
 def file_sizes(cwd: Path) -> dict[str, int]:
@@ -90,7 +70,8 @@ def test_a_learning_rate_in_a_tensor_is_that_of_its_group(program: Path, tmp_pat
     call(f"{program}/train.py {FEW} --epochs 4", as_number)
     of_tensor = tmp_path / "program_of_tensor"
     replace(of_tensor, "optimizer", f"torch.optim.AdamW({GROUPS}, lr=torch.tensor(0.0), fused=True)")
-    assert_same_training(resumed(f"{of_tensor}/train.py {FEW}", tmp_path), as_number)
+    _, resumed = ended_and_resumed(f"{of_tensor}/train.py {FEW}", tmp_path)
+    assert_same_training(resumed, as_number)
 
 
 LATE = """
@@ -185,7 +166,7 @@ def test_views_of_one_tensor_as_buffers_are_restored(program: Path, tmp_path: Pa
     insert_before(program, "layers", 'self.register_buffer("first", all[:4])')
     insert_before(program, "layers", 'self.register_buffer("last", all[2:])')
     insert_after(program, "step is done", "model.module.first.add_(step)")
-    cwd = resumed(f"{program}/train.py {FEW}", tmp_path)
+    _, cwd = ended_and_resumed(f"{program}/train.py {FEW}", tmp_path)
     assert weights(cwd)["last"].tolist() == [16 * 17 / 2] * 2 + [0] * 2
 
 
@@ -217,7 +198,7 @@ class Versioned(nn.Linear):
 def test_the_versions_of_modules_are_kept(program: Path, tmp_path: Path):
     insert_before(program, "functions", VERSIONED)
     insert_before(program, "set up model", "model.layers[-1] = Versioned(model.layers[-1].in_features, 10)")
-    resumed(f"{program}/train.py {FEW}", tmp_path)
+    ended_and_resumed(f"{program}/train.py {FEW}", tmp_path)
 
 
 # An extra state, buffers without elements, one that is not saved, tied weights, and weights that are computed.
@@ -252,7 +233,7 @@ class Odd(nn.Linear):
 def test_a_model_of_odd_parts_is_resumed(devices: str, program: Path, tmp_path: Path):
     insert_before(program, "functions", ODD)
     insert_before(program, "set up model", "model.layers.append(Odd(10))")
-    resumed(f"{program}/train.py {FEW} {devices}", tmp_path)
+    ended_and_resumed(f"{program}/train.py {FEW} {devices}", tmp_path)
 
 
 # ---- parameters that nobody trains
@@ -367,11 +348,10 @@ def test_scores_that_have_other_names_on_another_rank_are_refused(program: Path,
     """Instead of a wait for a sum of another size."""
     insert_before(program, "build_metrics", NAMED_BY_RANK)
     replace(program, "metrics", '{"accuracy": accuracy, "named": Named()}')
-    error = run(f"{program}/train.py {SMALL} {ON_2} --timeout 60", cwd, code=1).stderr
+    error = refused(f"{program}/train.py {SMALL} {ON_2} --timeout 60", cwd)
     names = f"accuracy, both, of_1 on rank 1 ({os.uname().nodename}), accuracy, both, of_0 on rank 0"
     words = f"compute_loss and metrics must give the same names on all ranks: names of the values: {names}"
     assert_told_by_ranks(error, words)
-    assert list(cwd.iterdir()) == []
 
 
 def test_a_score_that_is_no_mean_is_that_of_all_samples_if_its_states_are_gathered(program: Path, cwd: Path):
