@@ -1,16 +1,13 @@
 """Options of a project of one's own: a field of a config may be a nested dataclass, a list, a tuple, a path. What was
 given comes back from config.yaml; a type for which that is not so is refused before the first step."""
 
-import csv
-import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 from edits import OWN_OPTIONS, insert_before, with_text, without_own_options
-from helpers import LONG, ON_2, REPO, SMALL, call, killed_and_resumed, run, run_dir
+from helpers import LONG, ON_2, REPO, SMALL, call, copied, history, killed_and_resumed, last_summary, run, run_dir
 
 NESTED = '''@dataclass(frozen=True)
 class DecayConfig:
@@ -162,18 +159,14 @@ def test_the_default_of_what_is_best_is_replaced_as_a_pair(tmp_path: Path):
     program = with_text(
         tmp_path / "program", "config.py", (default, default.replace("val/accuracy", "train/grad_norm"))
     )
-    call(f"{program}/train.py {SMALL}", tmp_path)
-    call(f"{program}/train.py {SMALL} --monitor val/loss --monitor_mode min --out_dir given", tmp_path)
-    for name, monitor, best in (("train_out", "train/grad_norm", max), ("given", "val/loss", min)):
-        values = {float(row[monitor]) for row in rows_of(run_dir(tmp_path, name))}
-        assert json.loads((run_dir(tmp_path, name) / "summary.json").read_text())["best"] == best(values)
+    given = "--monitor val/loss --monitor_mode min"
+    for name, options, monitor, best in (("default", "", "train/grad_norm", max), ("given", given, "val/loss", min)):
+        cwd = tmp_path / name
+        cwd.mkdir()
+        call(f"{program}/train.py {SMALL} {options}", cwd)
+        assert last_summary(cwd)["best"] == best(float(row[monitor]) for row in history(cwd))
     error = call(f"{program}/train.py {SMALL} --monitor val/loss", tmp_path, code=2).stderr
     assert error == "train.py: error: --monitor val/loss: give --monitor and --monitor_mode together\n"
-
-
-def rows_of(folder: Path) -> list[dict]:
-    with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
-        return [*csv.DictReader(file)]
 
 
 def test_an_option_that_is_in_no_group_is_told_at_the_start(tmp_path: Path):
@@ -225,13 +218,12 @@ def test_what_is_not_given_keeps_the_default_of_the_field_not_of_the_nested_clas
 
 
 def test_a_run_with_such_options_is_evaluated_and_resumed(program, trained, tmp_path):
-    cwd = tmp_path / "copy"
-    run_dir(trained)
-    os.system(f"cp -r {trained} {cwd}")
+    cwd = copied(trained, tmp_path)
     assert "accuracy" in call(f"{program}/test.py", cwd).stdout
-    resumed = call(f"{program}/train.py --resume auto --epochs 2 --optim.clip", cwd).stdout
-    assert "--optim.clip None instead of 0.001" in resumed and "resumed from" in resumed
-    assert written(cwd) == WRITTEN | {"optim": WRITTEN["optim"] | {"clip": None}}
+    resumed = call(f"{program}/train.py --resume auto --epochs 2 --optim.clip --sizes 3", cwd).stdout
+    assert "--optim.clip None instead of 0.001" in resumed and "--sizes [3] instead of [4, 5, 6]" in resumed
+    assert "resumed from" in resumed
+    assert written(cwd) == WRITTEN | {"optim": WRITTEN["optim"] | {"clip": None}, "sizes": [3]}
 
 
 def test_config_yaml_repeats_the_run(program, trained, tmp_path):
