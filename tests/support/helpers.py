@@ -303,8 +303,8 @@ def checkpoint(cwd: Path, name: str) -> dict:
     return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True)
 
 
-def weights(cwd: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run_dir(cwd) / "model.pt", weights_only=True)
+def weights(cwd: Path, name: str = "train_out") -> dict[str, torch.Tensor]:
+    return torch.load(run_dir(cwd, name) / "model.pt", weights_only=True)
 
 
 def last_summary(cwd: Path) -> dict:

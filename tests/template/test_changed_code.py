@@ -15,9 +15,10 @@ from helpers import (
     SMALL,
     assert_told_by_ranks,
     call,
+    checkpoint,
     clean_environment,
     last_summary,
-    run,
+    refused,
     run_dir,
     weights,
     without_locks,
@@ -47,10 +48,10 @@ def stopped(tmp_path) -> Path:
     return tmp_path
 
 
-def refused(program: Path, cwd: Path, code: int = 2) -> str:
+def refused_resume(program: Path, cwd: Path) -> str:
     """The one line of a resume that is refused, and changes nothing."""
     before = without_locks(run_dir(cwd))
-    error = call(f"{program}/train.py --resume auto --epochs 3", cwd, code=code).stderr
+    error = call(f"{program}/train.py --resume auto --epochs 3", cwd, code=2).stderr
     assert without_locks(run_dir(cwd)) == before
     assert error.startswith("train.py: error: ") and error.count("\n") == 1
     return error
@@ -63,7 +64,7 @@ def test_an_option_that_cannot_change_is_not_changed_in_config_yaml_either(optio
     """The checkpoint knows what it was trained with."""
     path = run_dir(stopped) / "config.yaml"
     path.write_text(re.sub(rf"^{option}: .*", f"{option}: {value}", path.read_text(), flags=re.MULTILINE))
-    error = refused(REPO, stopped)
+    error = refused_resume(REPO, stopped)
     old = getattr(TrainConfig(), option)
     assert f"--{option} is {value}, but was {old} in {run_dir(stopped).name}/checkpoints/step-00000004.ckpt" in error
 
@@ -115,16 +116,13 @@ def test_what_an_optimizer_keeps_in_a_group_stays_beside_a_setting_that_is_new()
         assert torch.equal(restored.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
-def test_a_tensor_that_has_grown_is_restored(program, tmp_path):
+def test_a_tensor_that_has_grown_is_restored(program, cwd):
     """It is not trained: its shape may depend on the step."""
     insert_before(program, "state", '"seen": torch.zeros(0),')
     insert_before(program, "step is done", 'state["seen"] = torch.cat([state["seen"], torch.tensor([float(step)])])')
-    cwd = tmp_path / "cwd"
-    cwd.mkdir()
     for epochs in (1, 2):
         call(f"{program}/train.py {CONSTANT} --resume auto --epochs {epochs}", cwd)
-    saved = torch.load(run_dir(cwd) / "checkpoints" / "step-00000008.ckpt", weights_only=True)
-    assert saved["seen"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert checkpoint(cwd, "step-00000008")["seen"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_another_limit_of_a_validation_is_no_other_validation_set(stopped, whole):
@@ -147,106 +145,97 @@ def test_another_limit_of_a_validation_is_no_other_validation_set(stopped, whole
 def test_another_size_of_a_dataset_is_refused_with_both_numbers(cut: str, words: str, stopped, program):
     """A step would be another place in another epoch, and the best value one of other samples."""
     insert_before(program, "statistics", cut)
-    error = refused(program, stopped)
+    error = refused_resume(program, stopped)
     place = f"{words}{run_dir(stopped).name}/checkpoints/step-00000004.ckpt"
     assert re.fullmatch(rf"train.py: error: --resume: {place}; changed since: .*data.py.*: a resume cannot.*\n", error)
 
 
+ORDER = ": an optimizer trains them in another order or other groups"
+OTHER_PARAMETERS = "other parameters than in the checkpoint: model.layers.0.weight (4, 1, 3, 3)"
+
+
 @pytest.mark.parametrize(
-    "groups",
+    "point, text, words",
     [
-        "[*model.parameters()][::-1]",
-        "[{'params': [*model.parameters()][:3]}, {'params': [*model.parameters()][3:]}]",
+        ("first layer", "nn.Conv2d(channels, width, 5, padding=2),\n", "size mismatch for layers.0.weight"),
+        ("optimizer", ADAMW.format("[*model.parameters()][1:]"), OTHER_PARAMETERS),
+        ("optimizer", ADAMW.format("[*model.parameters()][::-1]"), ORDER),
+        (
+            "optimizer",
+            ADAMW.format("[{'params': [*model.parameters()][:3]}, {'params': [*model.parameters()][3:]}]"),
+            ORDER,
+        ),
+        (
+            "optimizer",
+            "torch.optim.SGD(model.parameters(), momentum=0.9)",
+            "an optimizer is of class SGD, but AdamW in the checkpoint",
+        ),
     ],
-    ids=["another order", "two groups"],
+    ids=["another shape", "one is no longer trained", "another order", "two groups", "another class"],
 )
-def test_parameters_in_another_order_or_other_groups_are_refused(groups: str, stopped, program):
-    """An optimizer's state knows them by their numbers alone."""
-    replace(program, "optimizer", ADAMW.format(groups))
-    error = refused(program, stopped)
-    assert error.endswith(": an optimizer trains them in another order or other groups\n")
-    assert "step-00000004.ckpt; changed since: " in error
+def test_parameters_or_an_optimizer_that_do_not_fit_are_named(point: str, text: str, words: str, stopped, program):
+    """An optimizer's state knows the parameters by their numbers alone."""
+    replace(program, point, text)
+    error = refused_resume(program, stopped)
+    assert words in error and "step-00000004.ckpt; changed since: " in error
+    assert words != ORDER or error.endswith(f"{ORDER}\n")
 
 
-def test_a_trained_tensor_of_another_shape_is_named(program, tmp_path):
+def test_a_trained_tensor_of_another_shape_is_named(cwd, tmp_path):
     """One of a further module in `state`, behind the optimizer."""
-    replace(program, "optimizer", ADAMW.format("[*model.parameters(), *scale]"))
-    insert_before(program, "state", '"scale": scale,')
-    cwd = tmp_path / "cwd"
-    cwd.mkdir()
-    insert_before(program, "set up model", "scale = nn.ParameterList([torch.ones(2)])")
-    call(f"{program}/train.py {CONSTANT} --epochs 1", cwd)
-    other = tmp_path / "other"
-    replace(other, "optimizer", ADAMW.format("[*model.parameters(), *scale]"))
-    insert_before(other, "state", '"scale": scale,')
-    insert_before(other, "set up model", "scale = nn.ParameterList([torch.ones(3)])")
-    assert "other parameters than in the checkpoint: scale.0 (2,), scale.0 (3,)" in refused(other, cwd)
-
-
-def test_a_parameter_of_another_shape_is_named(stopped, program):
-    replace(program, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
-    assert "size mismatch for layers.0.weight" in refused(program, stopped)
-
-
-def test_a_parameter_that_is_no_longer_trained_is_named(stopped, program):
-    replace(program, "optimizer", ADAMW.format("[*model.parameters()][1:]"))
-    assert "other parameters than in the checkpoint: model.layers.0.weight (4, 1, 3, 3)" in refused(program, stopped)
-
-
-def test_an_optimizer_of_another_class_is_named(stopped, program):
-    replace(program, "optimizer", "torch.optim.SGD(model.parameters(), momentum=0.9)")
-    assert "an optimizer is of class SGD, but AdamW in the checkpoint" in refused(program, stopped)
+    programs = []
+    for size in (2, 3):
+        program = replace(tmp_path / f"program{size}", "optimizer", ADAMW.format("[*model.parameters(), *scale]"))
+        insert_before(program, "state", '"scale": scale,')
+        insert_before(program, "set up model", f"scale = nn.ParameterList([torch.ones({size})])")
+        programs.append(program)
+    call(f"{programs[0]}/train.py {CONSTANT} --epochs 1", cwd)
+    assert "other parameters than in the checkpoint: scale.0 (2,), scale.0 (3,)" in refused_resume(programs[1], cwd)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_an_entry_with_a_state_dict_that_only_one_has_is_named(is_new: bool, program, tmp_path):
+def test_an_entry_with_a_state_dict_that_only_one_has_is_named(is_new: bool, program, cwd):
     insert_before(program, "state", '"second": nn.Linear(2, 2),')
     first, then = (REPO, program) if is_new else (program, REPO)
-    cwd = tmp_path / "cwd"
-    cwd.mkdir()
     call(f"{first}/train.py {CONSTANT} --epochs 1", cwd)
-    error = refused(then, cwd)
+    error = refused_resume(then, cwd)
     assert "train.py: second: in `state` or in the checkpoint, but not in both; rename it, or start a new run" in error
 
 
-def test_a_trained_parameter_that_is_not_in_state_is_refused_before_anything_is_written(program, tmp_path):
+IN_NO_MODULE = "state['optimizer'] trains a parameter of the shape (3,) that is in no module of `state`"
+
+
+def test_a_trained_parameter_that_is_not_in_state_is_refused_before_anything_is_written(program, cwd):
     replace(program, "optimizer", ADAMW.format("[*model.parameters(), nn.Parameter(torch.zeros(3))]"))
-    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
-    assert "state['optimizer'] trains a parameter of the shape (3,) that is in no module of `state`" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["program"]
+    assert IN_NO_MODULE in refused(f"{program}/train.py {SMALL}", cwd)
 
 
-def test_a_trained_tensor_of_state_that_is_in_no_module_is_refused_before_anything_is_written(program, tmp_path):
+def test_a_trained_tensor_of_state_that_is_in_no_module_is_refused_before_anything_is_written(program, cwd):
     """DDP would not average its gradient, and no check of the weights would see it."""
     replace(program, "optimizer", ADAMW.format("[*model.parameters(), scale]"))
     insert_before(program, "state", '"scale": scale,')
     insert_before(program, "set up model", "scale = nn.Parameter(torch.ones(3))")
-    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
-    assert "state['optimizer'] trains a parameter of the shape (3,) that is in no module of `state`" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["program"]
+    assert IN_NO_MODULE in refused(f"{program}/train.py {SMALL}", cwd)
 
 
 @pytest.mark.parametrize("options", ["", ON_2, "--fast_run"])
-def test_a_first_step_without_gradients_is_refused_before_anything_is_written(options: str, program, tmp_path):
+def test_a_first_step_without_gradients_is_refused_before_anything_is_written(options: str, program, cwd):
     replace(program, "backward", "pass")
-    how = run if options == ON_2 else call
-    error = how(f"{program}/train.py {SMALL} {options}", tmp_path, code=1).stderr
+    error = refused(f"{program}/train.py {SMALL} {options}", cwd)
     words = "no trained parameter has a gradient in the first step: is `fabric.backward` called?"
     if options == ON_2:
         assert_told_by_ranks(error, words)
     else:
         assert error == f"train.py: error: {words}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
-def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(program, tmp_path):
+def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(program, cwd):
     """Fabric's module registers the model under two names, so the given weights would stay in it."""
     given = "{name: 1.0 * parameter for name, parameter in model.named_parameters()}"
     functional = f"torch.func.functional_call(model, {given}, images) if model.training else model(images)"
     replace(program, "logits", f"logits = {functional}")
-    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
+    error = refused(f"{program}/train.py {SMALL}", cwd)
     assert "in no module of `state`: add a module that has it; call functional_call with model.module" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
 # ---- best.ckpt, older checkpoints
@@ -255,9 +244,7 @@ def test_functional_call_on_the_model_of_the_loop_is_refused_in_the_first_step(p
 def test_a_resume_without_further_checkpoints_still_keeps_the_best(tmp_path):
     call(f"train.py {CONSTANT} --epochs 1", tmp_path)
     call("train.py --resume auto --epochs 4 --checkpoint_frequency 0", tmp_path)
-    best = torch.load(run_dir(tmp_path) / "checkpoints" / "best.ckpt", weights_only=True)
-    summary = last_summary(tmp_path)
-    assert summary["best_step"] > 4 and best["step"] == summary["best_step"]
+    assert checkpoint(tmp_path, "best")["step"] == last_summary(tmp_path)["best_step"] > 4
 
 
 def test_a_checkpoint_of_another_version_is_refused_with_the_command_that_goes_on(program, tmp_path):
@@ -322,4 +309,4 @@ def test_a_run_of_a_version_before_means_what_it_meant_and_is_evaluated_as_it_wa
     assert loss == [line for line in call(f"{test} {folder}/model.pt", tmp_path).stdout.splitlines() if "loss" in line]
     (code,) = folder.glob("provenance/code-*")
     command = f"python {code.relative_to(tmp_path)}/train.py --resume {folder.name}\n"
-    assert refused(REPO, tmp_path).endswith(f"; go on with the run's own copy of the code: {command}")
+    assert refused_resume(REPO, tmp_path).endswith(f"; go on with the run's own copy of the code: {command}")
