@@ -332,7 +332,7 @@ class Digits(Dataset):
 
     def __getitem__(self, index):
         image = self.images[index][None].astype(np.float32) / 16
-        return {"name": f"image {index}", "digit": self.targets[index], "weight": 1.0, "image": image}
+        return {"name": f"image {index}", "digit": self.targets[index], "more": [1.0, index], "image": image}
 
 
 def build_datasets(config, augment=True):
@@ -344,17 +344,17 @@ def datasets_of_the_template('''
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
-    """A copy of the template with another dataset, as its user would make it."""
+    """A copy of the template with another dataset, as its user would make it, and where it has trained."""
     folder = tmp_path_factory.mktemp("own")
     replace(folder, "build_datasets", OWN.strip())
     replace(folder, "image shape", 'image = dataset[0]["image"]')
     insert_before(folder, "batch", 'batch = batch["image"], batch["digit"]')
+    call(f"{folder}/train.py {SMALL}", folder)
     return folder
 
 
 def test_own_dataset_of_dicts(own: Path):
     """Evaluated on one process and on two: the same comes out."""
-    call(f"{own}/train.py {SMALL}", own)
     one, two = (
         evaluate(run_dir(own), f"--predictions --batch_size 20 --num_workers 1 {devices}", f"{own}/test.py")
         for devices in ("", ON_2)
