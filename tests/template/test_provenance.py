@@ -31,6 +31,18 @@ def trained(program, tmp_path_factory) -> Path:
     return run_dir(cwd)
 
 
+@pytest.fixture
+def copy(trained, tmp_path) -> Path:
+    """A copy of the run, in a folder of the test."""
+    return Path(shutil.copytree(trained, tmp_path / trained.name))
+
+
+@pytest.fixture
+def edited(program, tmp_path) -> Path:
+    """A copy of the program, to be edited."""
+    return Path(shutil.copytree(program, tmp_path / "edited"))
+
+
 def codes(run: Path) -> list[Path]:
     return sorted(run.glob("provenance/code-*"))
 
@@ -51,11 +63,10 @@ def test_a_run_from_its_own_copy_ends_with_the_same_weights(trained, tmp_path):
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
-def test_a_run_is_resumed_by_its_own_copy(trained, tmp_path):
-    run = Path(shutil.copytree(trained, tmp_path / trained.name))
-    (code,) = codes(run)
+def test_a_run_is_resumed_by_its_own_copy(copy, tmp_path):
+    (code,) = codes(copy)
     assert "finished after 8 of 8" in call(f"{code}/train.py --resume train_out --epochs 2", tmp_path).stdout
-    assert codes(run) == [code]
+    assert codes(copy) == [code]
 
 
 def test_a_checkpoint_has_the_config(trained):
@@ -64,107 +75,93 @@ def test_a_checkpoint_has_the_config(trained):
         assert config == (trained / "config.yaml").read_text() == to_yaml(read_config(TrainConfig, trained))
 
 
-def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(program, trained, tmp_path):
-    changed = Path(shutil.copytree(program, tmp_path / "changed"))
-    replace(changed, "use of dropout", "config.width, 0.0)")
-    (changed / "parts" / "blocks.py").write_text("SCALE = 2\n")
-    run = Path(shutil.copytree(trained, tmp_path / trained.name))
-    tested = call(f"{changed}/test.py", tmp_path).stdout
-    assert f"{run.name}/checkpoints/best.ckpt on 380 test samples; changed since: parts/blocks.py, train.py\n" in tested
-    resumed = call(f"{changed}/train.py --resume auto --epochs 2", tmp_path).stdout
-    assert "step-00000004.ckpt; changed since: parts/blocks.py, train.py\n" in resumed
-    assert len(codes(run)) == 2  # once per state
-    again = call(f"{changed}/train.py --resume auto --epochs 3", tmp_path).stdout
-    assert "changed since" not in again
-    assert len(codes(run)) == 2
-
-
-def test_files_that_have_changed_are_named_where_the_model_no_longer_fits(program, trained, tmp_path):
-    changed = Path(shutil.copytree(program, tmp_path / "changed"))
-    replace(changed, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
-    shutil.copytree(trained, tmp_path / trained.name)
+def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited, copy, tmp_path):
+    replace(edited, "use of dropout", "config.width, 0.0)")
+    (edited / "parts" / "blocks.py").write_text("SCALE = 2\n")
+    tested = call(f"{edited}/test.py", tmp_path).stdout
     assert (
-        "best.ckpt on 380 test samples; changed since: model.py\n"
-        in call(f"{changed}/test.py", tmp_path, code=2).stdout
+        f"{copy.name}/checkpoints/best.ckpt on 380 test samples; changed since: parts/blocks.py, train.py\n" in tested
     )
-    error = call(f"{changed}/train.py --resume auto --epochs 2", tmp_path, code=2).stderr
+    resumed = call(f"{edited}/train.py --resume auto --epochs 2", tmp_path).stdout
+    assert "step-00000004.ckpt; changed since: parts/blocks.py, train.py\n" in resumed
+    assert len(codes(copy)) == 2  # once per state
+    again = call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
+    assert "changed since" not in again
+    assert len(codes(copy)) == 2
+
+
+def test_files_that_have_changed_are_named_where_the_model_no_longer_fits(edited, copy, tmp_path):
+    replace(edited, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
+    tested = call(f"{edited}/test.py", tmp_path, code=2).stdout
+    assert "best.ckpt on 380 test samples; changed since: model.py\n" in tested
+    error = call(f"{edited}/train.py --resume auto --epochs 2", tmp_path, code=2).stderr
     assert "step-00000004.ckpt; changed since: model.py: Error(s) in loading" in error and error.count("\n") == 1
 
 
-def test_a_file_that_is_edited_while_the_run_goes_on_has_changed_since(tmp_path):
+def test_a_file_that_is_edited_while_the_run_goes_on_has_changed_since(edited, cwd):
     """The checkpoint has the hash of the code that runs."""
-    program = copy_programs(tmp_path / "program")
-    insert_before(program, "optimizer steps", "open(__file__, 'a').write('# edited\\n')")
-    (tmp_path / "runs").mkdir()
-    call(f"{program}/train.py {CSV} --max_steps 1", tmp_path / "runs")
-    assert "changed since: train.py\n" in call(f"{program}/test.py", tmp_path / "runs").stdout
+    insert_before(edited, "optimizer steps", "open(__file__, 'a').write('# edited\\n')")
+    call(f"{edited}/train.py {CSV} --max_steps 1", cwd)
+    assert "changed since: train.py\n" in call(f"{edited}/test.py", cwd).stdout
 
 
 @pytest.mark.parametrize("name, point", [("model.py", "digits"), ("train.py", "build_datasets")])
-def test_a_file_that_is_edited_before_the_first_step_is_kept_as_it_ran(name: str, point: str, program, tmp_path):
+def test_a_file_that_is_edited_before_the_first_step_is_kept_as_it_ran(name: str, point: str, edited, cwd):
     """While the data is loaded, which may take minutes; or while the packages are imported."""
-    edited = Path(shutil.copytree(program, tmp_path / "edited"))
     line = f"open(__file__.replace('data.py', {name!r}), 'a').write('# edited\\n')"
     insert_before(edited, point, line)
     before = (edited / name).read_text()
-    (tmp_path / "runs").mkdir()
-    call(f"{edited}/train.py {CSV} --max_steps 1", tmp_path / "runs")
-    (code,) = codes(run_dir(tmp_path / "runs"))
+    call(f"{edited}/train.py {CSV} --max_steps 1", cwd)
+    (code,) = codes(run_dir(cwd))
     assert (edited / name).read_text() == before + "# edited\n"
     assert (code / name).read_text() == before
-    assert f"changed since: {name}\n" in call(f"{edited}/test.py", tmp_path / "runs").stdout
+    assert f"changed since: {name}\n" in call(f"{edited}/test.py", cwd).stdout
 
 
-def test_files_that_nobody_may_write_are_copied_once(program, tmp_path):
+def test_files_that_nobody_may_write_are_copied_once(edited, cwd):
     """As of an installation that several users share. The second start leaves the copies alone."""
-    shared = Path(shutil.copytree(program, tmp_path / "shared"))
-    for path in shared.rglob("*.py"):
+    for path in edited.rglob("*.py"):
         path.chmod(0o444)
-    call(f"{shared}/train.py {CSV} --epochs 1", tmp_path)
-    (code,) = codes(run_dir(tmp_path))
+    call(f"{edited}/train.py {CSV} --epochs 1", cwd)
+    (code,) = codes(run_dir(cwd))
     copies = {path: path.stat() for path in code.rglob("*.py")}
     assert all(copy.st_mode & 0o200 for copy in copies.values())
-    call(f"{shared}/train.py --resume auto --epochs 2", tmp_path)
+    call(f"{edited}/train.py --resume auto --epochs 2", cwd)
     assert {path: path.stat() for path in code.rglob("*.py")} == copies
 
 
-def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, trained, tmp_path):
-    run = Path(shutil.copytree(trained, tmp_path / trained.name))
-    (code,) = codes(run)
+def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
+    (code,) = codes(copy)
     (code / "train.py").write_text("")
     code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
     call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
-    assert codes(run) == [code] and files(code) == files(program)
+    assert codes(copy) == [code] and files(code) == files(program)
 
 
-def test_a_link_to_nowhere_among_the_source_files_is_ignored(program, tmp_path):
+def test_a_link_to_nowhere_among_the_source_files_is_ignored(edited, cwd):
     """Emacs makes one, .#train.py, while a buffer is not saved."""
-    edited = Path(shutil.copytree(program, tmp_path / "edited"))
     (edited / ".#train.py").symlink_to("me@host.1:2")
     (edited / "folder.py").mkdir()
-    call(f"{edited}/train.py {CSV} --max_steps 1", tmp_path)
+    call(f"{edited}/train.py {CSV} --max_steps 1", cwd)
 
 
-def test_nothing_is_said_where_nothing_has_changed(program, trained, tmp_path):
-    shutil.copytree(trained, tmp_path / trained.name)
+def test_nothing_is_said_where_nothing_has_changed(program, copy, tmp_path):
     assert "changed since" not in call(f"{program}/test.py", tmp_path).stdout
     assert "changed since" not in call(f"{program}/train.py --resume auto --epochs 2", tmp_path).stdout
 
 
-def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, trained, tmp_path):
+def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, copy, tmp_path):
     here = tmp_path / "here"
     here.mkdir()
-    shutil.copytree(trained, tmp_path / trained.name)
     expected = call(f"{program}/test.py", tmp_path).stdout.splitlines()[3:5]
-    shutil.copy(trained / "checkpoints" / "best.ckpt", here / "good.ckpt")
+    shutil.copy(copy / "checkpoints" / "best.ckpt", here / "good.ckpt")
     found = call(f"{program}/test.py --checkpoint here/good.ckpt", tmp_path).stdout.splitlines()
     assert found[2:4] == expected  # it is not said which run is meant
     assert found[-1] == "results here/test_test_good.json" and (here / "test_test_good.json").exists()
 
 
-def test_the_path_of_a_checkpoint_in_a_run_means_that_run(program, trained, tmp_path):
-    older = Path(shutil.copytree(trained, tmp_path / "20200101-000000-train_out"))
-    shutil.copytree(trained, tmp_path / trained.name)
+def test_the_path_of_a_checkpoint_in_a_run_means_that_run(program, copy, tmp_path):
+    older = Path(shutil.copytree(copy, tmp_path / "20200101-000000-train_out"))
     found = call(f"{program}/test.py --checkpoint {older.name}/checkpoints/best.ckpt", tmp_path).stdout
     assert f"results {older.name}/test_test_best.json" in found
 
