@@ -12,14 +12,13 @@ from edits import insert_after, insert_before, replace
 from helpers import (
     REPO,
     TORCHRUN,
+    assert_same_run,
     interrupt,
     kill_group,
-    newest,
     run,
     run_dir,
     save_as_of,
-    start,
-    wait_for,
+    weights,
     with_recipe,
 )
 
@@ -71,12 +70,8 @@ def rows(folder: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "model.pt", weights_only=True)
-
-
-def checkpoint(folder: Path, name: str) -> dict:
-    return torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True, map_location="cpu")
+def checkpoint(cwd: Path, name: str) -> dict:
+    return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True, map_location="cpu")
 
 
 def test_a_default_run_learns_on_the_gpu(default):
@@ -86,7 +81,7 @@ def test_a_default_run_learns_on_the_gpu(default):
     told = "precision 32-true, float32 products in TF32\n" in (default / "train.log").read_text()
     assert told == torch.cuda.is_tf32_supported()
     assert all(float(row["peak_memory_mb"]) > 0 for row in rows(default))
-    assert all(tensor.device.type == "cpu" for tensor in weights(default).values())
+    assert all(tensor.device.type == "cpu" for tensor in weights(default.parent).values())
 
 
 def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
@@ -118,23 +113,20 @@ def test_a_step_never_waits_for_the_device(options, tmp_path):
     run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
 
 
+def assert_exact_after_a_kill(command: str, tmp_path: Path) -> None:
+    """In processes of their own."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    run(command, whole)
+    assert interrupt(command, killed, kill_group, after=0).returncode == -signal.SIGKILL
+    resumed = run(f"{command.partition(' ')[0]} --resume auto", killed)
+    assert re.search(r"resumed from .*\.ckpt", resumed.stdout)
+    assert_same_run(killed, whole)
+
+
 @pytest.mark.parametrize("options", ["", "--precision bf16-mixed", "--precision 16-mixed --max_grad_norm 1"])
 def test_killed_and_resumed_is_the_same_run(options, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    run(f"{LONG} {options}", whole)
-    process = start(f"{LONG} {options}", killed)
-    wait_for(lambda: process.poll() is not None or newest(killed) % 8 in (2, 4))
-    kill_group(process)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    resumed = run("train.py --resume auto", killed)
-    assert re.search(r"resumed from .*\.ckpt", resumed.stdout)
-    torch.testing.assert_close(weights(run_dir(killed)), weights(run_dir(whole)), atol=0, rtol=0)
-    for row, expected in zip(rows(run_dir(killed)), rows(run_dir(whole)), strict=True):
-        for name in ("step", "train/loss", "train/grad_norm", "lr", "val/loss", "val/accuracy"):
-            assert row[name] == expected[name], name
+    assert_exact_after_a_kill(f"{LONG} {options}", tmp_path)
 
 
 def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
@@ -160,8 +152,8 @@ def test_tensors_within_lists_are_restored_where_they_were_and_weights_keep_thei
     insert_after(program, "step is done", 'state["counts"][0]["cpu"] += torch.ones(3)')
     run(f"{program}/{SHORT}", tmp_path)
     run(f"{program}/train.py --resume auto --epochs 3", tmp_path)
-    assert checkpoint(run_dir(tmp_path), "step-00000024")["counts"][0]["cpu"].tolist() == [24, 24, 24]
-    assert checkpoint(run_dir(tmp_path), "step-00000024")["model"]._metadata[""] == {"version": 1}
+    assert checkpoint(tmp_path, "step-00000024")["counts"][0]["cpu"].tolist() == [24, 24, 24]
+    assert checkpoint(tmp_path, "step-00000024")["model"]._metadata[""] == {"version": 1}
 
 
 def test_nothing_is_backed_by_the_checkpoint_after_a_resume(tmp_path):
@@ -190,10 +182,10 @@ def test_the_gradient_scaler_of_16_mixed_grows_and_is_restored(tmp_path):
     grows = "fabric.strategy.precision.scaler.set_growth_interval(4)"
     program = insert_before(tmp_path / "program", "state is there", grows)
     run(f"{program}/{SHORT} --precision 16-mixed", tmp_path)
-    before = checkpoint(run_dir(tmp_path), "step-00000016")["precision"]
+    before = checkpoint(tmp_path, "step-00000016")["precision"]
     assert before["scale"] != 65536 and before["growth_interval"] == 4
     run(f"{program}/train.py --resume auto --epochs 3 --num_checkpoint_keep 0", tmp_path)
-    after = checkpoint(run_dir(tmp_path), "step-00000018")["precision"]
+    after = checkpoint(tmp_path, "step-00000018")["precision"]
     assert after["scale"] in (before["scale"], 2 * before["scale"])
 
 
@@ -218,20 +210,20 @@ def test_a_run_goes_on_in_another_precision(tmp_path):
     run(f"{SHORT} --max_grad_norm 1", tmp_path)
     for epochs, precision in ((3, "16-mixed"), (4, "32-true"), (5, "bf16-mixed")):
         run(f"train.py --resume auto --epochs {epochs} --precision {precision}", tmp_path)
-        assert bool(checkpoint(run_dir(tmp_path), f"step-{8 * epochs:08d}")["precision"]) == (precision == "16-mixed")
+        assert bool(checkpoint(tmp_path, f"step-{8 * epochs:08d}")["precision"]) == (precision == "16-mixed")
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_learns(precision, tmp_path):
     run(f"train.py --accelerator gpu --devices 1 --epochs 8 --precision {precision}", tmp_path)
     assert max(float(row["val/accuracy"]) for row in rows(run_dir(tmp_path))) > 0.8
-    assert all(tensor.dtype == torch.float32 for tensor in weights(run_dir(tmp_path)).values())
+    assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path).values())
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_trains(mode, tmp_path):
     run(f"{SHORT} --compile {mode}", tmp_path)
-    assert not any(name.startswith("_orig_mod") for name in weights(run_dir(tmp_path)))
+    assert not any(name.startswith("_orig_mod") for name in weights(tmp_path))
 
 
 @two_gpus
@@ -240,7 +232,7 @@ def test_two_gpus_train_like_one_and_are_evaluated(strategy, tmp_path):
     options = "--dropout 0 --micro_batch_size 32"
     run(f"{SHORT} {options} --devices 1 --out_dir one", tmp_path)
     run(f"{SHORT} {options} --devices 2 --strategy {strategy} --out_dir two", tmp_path)
-    one, two = (weights(run_dir(tmp_path, name)) for name in ("one", "two"))
+    one, two = (weights(tmp_path, name) for name in ("one", "two"))
     torch.testing.assert_close(two, one, atol=1e-4, rtol=0)
     for devices in (1, 2):
         run(f"test.py --out_dir two --devices {devices}", tmp_path)
@@ -263,12 +255,7 @@ def test_a_step_with_a_recipe_never_waits_for_the_device(options, recipe, tmp_pa
 
 
 def test_killed_and_resumed_with_a_recipe_is_the_same_run(recipe, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    run(f"{recipe}/{LONG} --micro_batch_size 16", whole)
-    interrupt(f"{recipe}/{LONG} --micro_batch_size 16", killed, kill_group)
-    run(f"{recipe}/train.py --resume auto", killed)
-    torch.testing.assert_close(weights(run_dir(killed)), weights(run_dir(whole)), atol=0, rtol=0)
+    assert_exact_after_a_kill(f"{recipe}/{LONG} --micro_batch_size 16", tmp_path)
 
 
 @pytest.mark.parametrize("options", ["", "--num_workers 2"])
@@ -279,7 +266,7 @@ def test_a_run_with_prefetch_is_that_without_it(options, tmp_path):
     for name in ("with", "without"):
         program = insert_before(tmp_path / name, "split", "images = F.interpolate(images, scale_factor=12)")
         run(f"{program}/{SHORT} --micro_batch_size 16 {options} --out_dir {name}", tmp_path)
-    one, two = (weights(run_dir(tmp_path, name)) for name in ("with", "without"))
+    one, two = (weights(tmp_path, name) for name in ("with", "without"))
     torch.testing.assert_close(one, two, atol=0, rtol=0)
 
 
