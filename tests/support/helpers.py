@@ -324,6 +324,12 @@ def history(cwd: Path) -> list[dict]:
         return [{k: v for k, v in row.items() if k not in MEASURED + MEASURED_TOKENS} for row in csv.DictReader(file)]
 
 
+def rows(cwd: Path) -> list[dict]:
+    """The rows of metrics.csv as numbers; a step without a validation has no val/..."""
+    with open(run_dir(cwd) / "logs" / "csv" / "metrics.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
 def read_tensorboard(folder: Path):
     """What TensorBoard reads of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
