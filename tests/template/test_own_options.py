@@ -248,20 +248,16 @@ def test_the_help_documents_nested_options(program, tmp_path):
     "options, message",
     [
         ("--nesterov", "unknown option --nesterov; did you mean --optim.nesterov?"),
-        ("--clip 3", "unknown option --clip; did you mean --optim.clip?"),
         ("--optim.momentun 3", "unknown option --optim.momentun; did you mean --optim.momentum?"),
         ("--optim 3", "unknown option --optim;"),
         ("--optim.momentum fast", "--optim.momentum: invalid float value: 'fast'"),
         ("--optim.momentum", "argument --optim.momentum: expected one argument"),
-        ("--optim.momentum 1 2", "2: neither an option, --NAME, nor a value that the option before it takes"),
         ("--optim.name adam", "--optim.name: invalid choice: 'adam' (choose from "),
         ("--config_path bad.yaml", "--config_path bad.yaml: unknown option --optim.speed"),
-        ("--config_path none.yaml", "--config_path none.yaml: argument --optim.momentum: invalid float value: 'None'"),
     ],
 )
 def test_a_mistake_in_a_nested_option_is_one_line(program, options: str, message: str, tmp_path):
     (tmp_path / "bad.yaml").write_text("optim: {speed: 1}\n")
-    (tmp_path / "none.yaml").write_text("optim: {momentum: None}\n")
     error = call(f"{program}/train.py {SMALL} {options}", tmp_path, code=2).stderr
     assert message in error and error.count("\n") == 1
     assert not [*tmp_path.glob("*train_out")]
