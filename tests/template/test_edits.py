@@ -380,22 +380,6 @@ def test_a_metric_of_several_values_is_in_the_report_and_not_in_the_table(progra
     assert [len(part) for part in report["curve"]] == [10, 10, 5]
 
 
-OF_A_RANK = """
-class OfARank(__import__("torchmetrics").MeanMetric):
-    def update(self, logits, targets):
-        super().update(-logits.std() if __import__("os").environ.get("LOCAL_RANK") == "1" else logits.std())
-
-
-"""
-
-
-def test_a_metric_that_each_rank_has_for_itself_is_the_mean_of_the_ranks(program: Path, cwd: Path):
-    """All must find the same best: else one would save, and wait for the others."""
-    insert_before(program, "build_metrics", OF_A_RANK)
-    replace(program, "metrics", '{"accuracy": OfARank(sync_on_compute=False)}')
-    run(f"{program}/train.py {SMALL} {ON_2} --checkpoint_interval 100 --timeout 60", cwd)
-
-
 SEVEN = """
 class Seven(__import__("torchmetrics").MeanMetric):
     def update(self, logits, targets):
