@@ -109,30 +109,27 @@ def test_the_diff_of_the_page_is_the_patch(tmp_path: Path):
 # ---- mistakes on the command line
 
 
+CHECKOUT = ["train.py", "model.py", "config/train_shakespeare_char.py", f"{DATA}/train.bin"]
+
+
 @pytest.mark.parametrize(
-    "files, line",
+    "files, options, line",
     [
-        ([], "train.py is not there: git clone https://github.com/karpathy/nanoGPT"),
+        ([], "", "--nanogpt {checkout}: train.py is not there: git clone https://github.com/karpathy/nanoGPT"),
+        (CHECKOUT, "", f"--nanogpt {{checkout}}: {DATA}/val.bin is not there: python {{checkout}}/{DATA}/prepare.py"),
         (
-            ["train.py", "model.py", "config/train_shakespeare_char.py", f"{DATA}/train.bin"],
-            f"{DATA}/val.bin is not there: python {{checkout}}/{DATA}/prepare.py",
+            [*CHECKOUT, f"{DATA}/val.bin"],
+            "--max_iters 300",
+            "--max_iters 300: must be a multiple of 250, after which nanoGPT saves",
         ),
     ],
 )
-def test_a_checkout_that_lacks_something_is_one_line(files: list[str], line: str, tmp_path: Path):
+def test_a_mistake_on_the_command_line_is_one_line(files: list[str], options: str, line: str, tmp_path: Path):
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    done = run(f"benchmarks/nanogpt.py --nanogpt {tmp_path}", tmp_path, code=1)
-    assert done.stderr == f"--nanogpt {tmp_path}: {line.format(checkout=tmp_path)}\n" and not done.stdout
-
-
-def test_nanogpt_must_save_after_the_last_step(tmp_path: Path):
-    for name in ("train.py", "model.py", "config/train_shakespeare_char.py", f"{DATA}/train.bin", f"{DATA}/val.bin"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    done = run(f"benchmarks/nanogpt.py --nanogpt {tmp_path} --max_iters 300", tmp_path, code=1)
-    assert done.stderr == "--max_iters 300: must be a multiple of 250, after which nanoGPT saves\n"
+    done = run(f"benchmarks/nanogpt.py --nanogpt {tmp_path} {options}", tmp_path, code=1)
+    assert done.stderr == f"{line.format(checkout=tmp_path)}\n" and not done.stdout
 
 
 # ---- the edited programs
