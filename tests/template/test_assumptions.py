@@ -427,17 +427,6 @@ def keep_busy(milliseconds: int = 200):
 
 
 @on_gpu
-def test_the_generators_of_the_gpus_are_there_once_one_is_used():
-    """loader.seeder seeds them: once a model or samples were moved, they are there, and are those of manual_seed."""
-    device = torch.zeros(1, device="cuda").device
-    assert len(torch.cuda.default_generators) == torch.cuda.device_count()
-    torch.cuda.manual_seed(7)
-    expected = torch.rand(3, device=device)
-    torch.cuda.default_generators[device.index].manual_seed(7)
-    assert torch.equal(torch.rand(3, device=device), expected)
-
-
-@on_gpu
 def test_a_copy_from_pinned_memory_does_not_wait_and_any_other_does():
     """loader.Loader pins the batches, the recipe on_device the indices; both copy by Fabric.to_device, which says
     non_blocking."""
