@@ -222,16 +222,13 @@ def test_a_value_means_the_same_on_the_command_line_and_in_a_file(option: str, t
 @pytest.mark.parametrize(
     "option, options, value",
     [
-        ("summary", "", False),
         ("summary", "--summary", True),
         ("summary", "--summary --seed 1", True),
         ("deterministic", "--nodeterministic", False),  # as the help says
-        ("compile", "", "none"),
         ("compile", "--compile", "default"),
         ("compile", "--compile --seed 1", "default"),
         ("compile", "--compile none", "none"),
         ("compile", "--compile reduce-overhead", "reduce-overhead"),
-        ("fast_run", "", 0),
         ("fast_run", "--fast_run", 4),
         ("fast_run", "--fast_run 3", 3),
         ("fast_run", "--fast_run=3", 3),
@@ -321,7 +318,6 @@ def test_an_option_is_not_accepted_without_its_value(option: str):
         ("--fast_run few", "--fast_run"),
         ("--fast_run 1", "--fast_run 1: must be at least 2"),
         ("--fast_run 2 --resume auto", "--fast_run"),
-        ("--limit_train_batches some", "--limit_train_batches"),
         ("--logger_name", "--logger_name: must not be empty"),
         ("--logger_name csv mlflow", "error: argument --logger_name: invalid "),
         ("--monitor_mode up", "error: argument --monitor_mode: invalid choice: 'up' (choose from "),
@@ -367,14 +363,11 @@ def test_bytes_that_are_not_utf_8_are_refused():
 # What people write who come from other programs, and the options that contain it, or are spelled almost like it.
 MEANT = {
     "--batch_size 32": "effective_batch_size or --micro_batch_size or --base_batch_size",
-    "--batch-size 32": "effective_batch_size or --micro_batch_size or --base_batch_size",
     "--lr 0.1": "base_lr or --lr_scaling_rule or --lr_schedule",
     "--num_epochs 3": "epochs",
     "--max-steps 3": "max_steps",
     "--max-steps=3": "max_steps",
     "--warmup 3": "warmup_epochs",
-    "--workers 3": "num_workers",
-    "--patience 3": "early_stopping_patience",
     "--output_dir x": "out_dir",
 }
 
@@ -409,6 +402,11 @@ def test_each_option_that_is_a_number_has_a_bound():
 def test_zero_or_negative(option: str, value: str):
     bound = "must be above 0" if value == "0" else "must be at least "
     refused(f"train.py --{option} {value}", f"--{option} {value}", bound)
+
+
+def test_a_bad_value_is_told_once():
+    """simple_parsing reports one of two types on a logger, too, which pytest would hide."""
+    refused("train.py --limit_train_batches some", "invalid int|float value: 'some'", how=run)
 
 
 def test_several_mistakes_are_named_together():
@@ -522,7 +520,6 @@ def test_resume_with_a_value_that_is_not_allowed_or_makes_the_state_meaningless(
 LATE = {
     "train.py --effective_batch_size 63 --devices 2": ["error: rank ", "--effective_batch_size 63", "62 or 64"],
     "train.py --effective_batch_size 64 --micro_batch_size 24": ["micro_batch_size", "48 or 72"],
-    "train.py --effective_batch_size 2000": ["--effective_batch_size", "1217"],
     "train.py --monitor val/f1 --monitor_mode max --num_sanity_val_steps 0": [
         "--monitor val/f1",
         "train/loss, train/grad_norm, val/loss, val/accuracy",
