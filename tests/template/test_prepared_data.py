@@ -77,11 +77,9 @@ def end(process) -> str:
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.night), "Fabric"])
 def test_one_of_three_processes_downloads_and_the_others_wait_for_it(launcher: str, program, folder, tmp_path):
-    options = f"{SMALL} --epochs 1 --effective_batch_size 48"
-    if launcher == "torchrun":
-        process = start(f"{ON_3} {program}/train.py {options}", tmp_path, DOWNLOAD=str(folder))
-    else:
-        process = start(f"{program}/train.py {options} --devices 3", tmp_path, DOWNLOAD=str(folder))
+    command = f"{program}/train.py {SMALL} --epochs 1 --effective_batch_size 48"
+    on_3 = f"{ON_3} {command}" if launcher == "torchrun" else f"{command} --devices 3"
+    process = start(on_3, tmp_path, DOWNLOAD=str(folder))
     wait_for(lambda: log(folder, "began"))
     assert len(log(folder, "called")) == 1
     (folder / "go").touch()
@@ -159,14 +157,19 @@ def two_nodes(tmp_path: Path, of_rank_1: str) -> list:
     return processes
 
 
+def assert_lost(process, tmp_path: Path) -> None:
+    """All that it says is that it has lost the other one, and there is no run."""
+    (line,) = process.communicate(timeout=300)[1].splitlines()
+    assert process.returncode == 1 and is_lost(line, timeout=10)
+    assert not [*tmp_path.glob("*train_out")]
+
+
 def test_the_others_notice_at_once_that_a_process_has_died_that_builds(tmp_path):
     """Though they would wait for it for as long as it lives."""
     zero, one = two_nodes(tmp_path, "quick")
     zero.kill()
-    (line,) = one.communicate(timeout=300)[1].splitlines()
-    assert one.returncode == 1 and is_lost(line, timeout=10)
+    assert_lost(one, tmp_path)
     zero.communicate()
-    assert not [*tmp_path.glob("*train_out")]
 
 
 def test_a_process_that_builds_notices_afterwards_that_another_one_has_died(tmp_path):
@@ -174,9 +177,7 @@ def test_a_process_that_builds_notices_afterwards_that_another_one_has_died(tmp_
     one.kill()
     one.communicate()
     (tmp_path / "go").touch()
-    (line,) = zero.communicate(timeout=300)[1].splitlines()
-    assert zero.returncode == 1 and is_lost(line, timeout=10)
-    assert not [*tmp_path.glob("*train_out")]
+    assert_lost(zero, tmp_path)
 
 
 def test_what_fails_is_told_at_once_while_another_process_builds(tmp_path):
@@ -185,9 +186,7 @@ def test_what_fails_is_told_at_once_while_another_process_builds(tmp_path):
     assert one.returncode == 2 and zero.poll() is None
     assert line.startswith("train.py: error: rank 1: build_datasets: ") and line.endswith("'not there'")
     (tmp_path / "go").touch()
-    (line,) = zero.communicate(timeout=300)[1].splitlines()
-    assert zero.returncode == 1 and is_lost(line, timeout=10)
-    assert not [*tmp_path.glob("*train_out")]
+    assert_lost(zero, tmp_path)
 
 
 def test_no_process_outlives_rank_0_that_builds(program, folder, tmp_path):
