@@ -160,6 +160,8 @@ def check_plain(value: Any, name: str):
     elif type(value) in (list, tuple):
         for number, item in enumerate(value):
             check_plain(item, f"{name}[{number}]")
+    elif isinstance(value, Tensor) and value.grad_fn:
+        raise RunError(f"{name} has a graph, which may grow with each step: compute it under `torch.no_grad()`")
     elif hasattr(value, "state_dict"):
         raise RunError(f"{name} is a {type(value).__name__}: give it an entry of its own in `state`")
     elif not (isinstance(value, Tensor) or type(value) in PLAIN):

@@ -338,7 +338,10 @@ class RunDir:
         optimizers = [self.state[name] for name in self.description["optimizers"]]
         trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         if trained and all(parameter.grad is None for parameter in trained):
-            raise RunError("no trained parameter has a gradient in the first step: is `fabric.backward` called?")
+            raise RunError(
+                "no trained parameter has a gradient after the first backward passes: is `fabric.backward` called, and "
+                "`zero_grad` only after all micro-batches?"
+            )
 
     def make_directory(self) -> Path:
         """Makes [root_dir/]YYYYMMDD-HHMMSS-out_dir, and locks it. The name is later than that of all other runs of this

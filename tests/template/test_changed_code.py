@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import zygote
-from edits import REPO, insert_before, replace
+from edits import POINTS, REPO, insert_before, replace
 from helpers import (
     ON_2,
     SMALL,
@@ -218,11 +218,17 @@ def test_a_trained_tensor_of_state_that_is_in_no_module_is_refused_before_anythi
     assert IN_NO_MODULE in refused(f"{program}/train.py {SMALL}", cwd)
 
 
-@pytest.mark.parametrize("options", ["", ON_2, "--fast_run"])
-def test_a_first_step_without_gradients_is_refused_before_anything_is_written(options: str, program, cwd):
-    replace(program, "backward", "pass")
+TOO_EARLY = f"{POINTS['backward'][1]}; optimizer.step(); optimizer.zero_grad()"
+
+
+@pytest.mark.parametrize("options, code", [("", "pass"), (ON_2, "pass"), ("--fast_run", "pass"), ("", TOO_EARLY)])
+def test_a_first_step_without_gradients_is_refused_before_anything_is_written(options: str, code: str, program, cwd):
+    replace(program, "backward", code)
     error = refused(f"{program}/train.py {SMALL} {options}", cwd)
-    words = "no trained parameter has a gradient in the first step: is `fabric.backward` called?"
+    words = (
+        "no trained parameter has a gradient after the first backward passes: is `fabric.backward` called, and "
+        "`zero_grad` only after all micro-batches?"
+    )
     if options == ON_2:
         assert_told_by_ranks(error, words)
     else:

@@ -330,6 +330,7 @@ def test_the_outputs_of_compute_loss_are_freed_before_the_backward_pass(program:
     [
         ('"recent": __import__("collections").deque(),', "state['recent'] is a deque"),
         ('"seen": {"losses": [1.0, __import__("numpy").float64(1)]},', "state['seen']['losses'][1] is a float64"),
+        ('"average": next(model.parameters()).mean(),', "state['average'] has a graph, which may grow with each step"),
         ('"critics": [nn.Linear(2, 2)],', "state['critics'][0] is a Linear: give it an entry of its own in `state`"),
         ('"critics": {"one": optimizer},', "state['critics']['one'] is a FabricAdamW: give it an entry of its own"),
     ],
