@@ -159,6 +159,13 @@ def test_data_that_differ_between_the_ranks_are_refused(edit: str, options: str,
     assert not [*cwd.iterdir()]
 
 
+def test_an_evaluation_refuses_them_too(trained, program, tmp_path):
+    cwd = copied(trained, tmp_path / "evaluated")
+    error = run(f"{replace(program, *UNSEEDED)}/test.py --out_dir train_out {ON_2}", cwd, code=2).stderr
+    assert_refused(error.replace("test.py: error", "train.py: error"), "checksum of samples")
+    assert not [*cwd.glob("*/test_*")]
+
+
 def test_classes_in_the_order_of_a_set_are_refused_or_told(program, cwd):
     """Where the ranks have other orders, and on a resume, which has another one. torchrun gives no rank a seed."""
     insert_before(program, "target tensor line", CLASSES)

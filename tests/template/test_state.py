@@ -309,6 +309,17 @@ def test_a_first_validation_that_changes_the_model_leaves_a_resume_exact(devices
     assert calls == 1 + 16 + 4 * 2, "of the first validation, the training and the validations"
 
 
+def test_a_metric_that_has_another_name_on_a_resume_is_told_before_anything_is_trained(program: Path, cwd: Path):
+    """Though the first validation comes before the state is restored."""
+    call(f"train.py {SMALL} --max_steps 4", cwd)
+    replace(program, "metrics", '{"top1": accuracy}')
+    insert_before(program, "optimizer steps", 'print("trained")')
+    before = without_locks(run_dir(cwd))
+    done = call(f"{program}/train.py --resume auto --max_steps 8", cwd, code=2)
+    assert "--monitor val/accuracy: choose from train/loss, train/grad_norm, val/loss, val/top1" in done.stderr
+    assert "trained" not in done.stdout and without_locks(run_dir(cwd)) == before
+
+
 # ---- what the loop holds
 
 
