@@ -360,13 +360,13 @@ def killed(place, tmp_path_factory) -> Run:
     return Run.train(tmp_path_factory.mktemp("killed"), small(**place), kill=KILL)
 
 
-@pytest.fixture(scope="module", params=["here", "elsewhere", "on two processes"])
+@pytest.fixture(scope="module", params=["here", "elsewhere", "on 2 ranks"])
 def resumed(request, place, tmp_path_factory) -> Run:
     """The run that was killed, resumed; the second time with data workers, by a fresh interpreter with other hashes of
     strings, in another time zone and folder, and folders list their files in another order; the third time it was
     killed and resumed on two processes."""
     cwd = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
-    if request.param == "on two processes":
+    if request.param == "on 2 ranks":
         request.getfixturevalue("two")  # skips where they cannot be had
         return Run.train(tmp_path_factory.mktemp("killed_two"), small(**place, devices="2"), kill=KILL).resume(
             cwd, "--devices 2"
@@ -390,7 +390,7 @@ def killed_in(resumed: Run, place) -> str:
 @pytest.fixture(scope="module")
 def alone(request, resumed: Run) -> Run:
     """The run on as many processes that was left alone."""
-    return request.getfixturevalue("two" if resumed.folder.parent.name.startswith("on_two") else "whole")
+    return request.getfixturevalue("two" if resumed.folder.parent.name.startswith("on_2") else "whole")
 
 
 @pytest.fixture(scope="module")

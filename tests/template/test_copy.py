@@ -620,7 +620,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
             ),
             (AFTER, "step is done", PICKED),
         ],
-        "same_bits and processes",
+        "same_bits and ranks",
         "differ, first:",
     ),
     "an average has a graph": (
