@@ -110,23 +110,13 @@ def save(run_dir: Path, contents: dict, step: int, is_regular: bool, is_best: bo
     regular = run_dir / "checkpoints" / f"step-{step:08d}.ckpt"
     best = run_dir / "checkpoints" / "best.ckpt"
     with atomically(best if is_best else regular, "wb") as file:  # fabric.save would write two more copies
-        write(contents, file)
+        torch.save(contents, file)
         file.flush()
         if is_first:
             load(Path(file.name))  # fails now if it would fail on a resume
     if is_best and is_regular:  # best.ckpt was written first: a kill in between must not lose it
         with suppress(OSError):  # on a file system without links, best.ckpt is the checkpoint of this step
             os.link(best, regular)
-
-
-def write(contents: Any, file: Any):
-    """torch.save, with the error of the system, such as that of a full disk, which torch hides."""
-    try:
-        torch.save(contents, file)
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
 
 
 def remove_old(run_dir: Path, num_keep: int):

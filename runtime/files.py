@@ -51,6 +51,10 @@ def atomically(path: Path, mode: str = "w"):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # such as that of a full disk, which torch.save hides
+            raise error.__context__ from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

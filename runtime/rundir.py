@@ -544,7 +544,7 @@ class RunDir:
         self.write_config()  # with fewer steps than the run has made, `open` was not called
         last = checkpoints.checkpoints_of(self.path)[0]  # there the weights are whole and on the CPU
         with atomically(self.path / "model.pt", "wb") as file:
-            checkpoints.write(checkpoints.load(last)[name], file)
+            torch.save(checkpoints.load(last)[name], file)
         self.write_summary("finished")
 
     def next_command(self, is_finished: bool) -> str:

@@ -83,7 +83,7 @@ POINTS = {
         "runtime/rundir.py",
         '        if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):\n',
     ),
-    "final weights": ("runtime/rundir.py", "            checkpoints.write(checkpoints.load(last)[name], file)\n"),
+    "final weights": ("runtime/rundir.py", "            torch.save(checkpoints.load(last)[name], file)\n"),
 }
 
 
