@@ -296,17 +296,14 @@ def parse_train(cls: Any, argv: list[str]) -> Any:
     """The config of train.py, of a class with its options. Its `resume` is the path of the run to resume, or None.
     Raises ConfigError."""
     from_command = parse(cls, [*words_of_launcher(), *argv])
-    sources = []
+    given: dict = {}
     for path in from_command.pop("config_path", ()):
         with errors_of(f"--config_path {path}"):
             options = read_yaml(Path(os.path.expanduser(path)).read_text())
             if "config_path" in options:
                 raise ConfigError("config_path is no option for a file")
-            sources.append(parse(cls, words_of(cls, options)))
-    given: dict = {}
-    for source in [*sources, from_command]:
-        given |= source
-
+            given |= parse(cls, words_of(cls, options))
+    given |= from_command
     name = given.pop("resume", None)
     if name and given.get("fast_run"):
         raise ConfigError("--fast_run: rehearses a new run, so it does not go with --resume")
