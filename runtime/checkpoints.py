@@ -351,9 +351,9 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
         for name in new.keys() & old.keys():
             if new[name] != old[name]:
                 raise ValueError(f"an optimizer has {name} {new[name]}, but {old[name]} in the checkpoint")
-    built = [dict(group) for group in optimizer.param_groups]
+    # One with a state_dict of its own may have no groups in it.
+    for group, old in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
+        for name in group.keys() - {"params"}:
+            if name in AS_BUILT or name not in old:  # the latter is new in the code
+                old[name] = group[name]
     optimizer.load_state_dict(saved)
-    for group, before in zip(optimizer.param_groups, built, strict=True):
-        for name in (before.keys() & AS_BUILT) | (before.keys() - group.keys()):  # the latter are new in the code
-            group[name] = before[name]
-    optimizer.load_state_dict(optimizer.state_dict())  # the steps of one that is fused now go to its device
