@@ -236,9 +236,7 @@ class RunDir:
         checkpoints.check_state(state)
         precision = self.fabric.strategy.precision
         state["precision"] = precision
-        state["micro_batch_size"] = plan.micro_batch_size
         self.state = state
-        self.names = set(state)  # those that this method can find
         self.description = checkpoints.describe(state)  # as built: a resume can tell which settings have changed since
         if getattr(precision, "scaler", None) and len(self.description["optimizers"]) > 1:
             raise ConfigError("--precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed")
@@ -256,6 +254,8 @@ class RunDir:
             path = self.shown(self.path)
             raise RunError(f"{path} is finished, and has no checkpoint left from which it could become longer")
         self.saved = {}  # closes the file
+        state["micro_batch_size"] = plan.micro_batch_size
+        self.names = set(state)  # those that this method can find
 
     def restore_saved(self):
         """Restores the state from the checkpoint."""
@@ -268,7 +268,6 @@ class RunDir:
             raise ConfigError(f"--resume {self.origin}: {error}") from error
         size = self.plan.micro_batch_size
         if size != self.micro_batch_size:
-            self.state["micro_batch_size"] = size
             self.changes.append(
                 f"micro_batch_size {size} instead of {self.micro_batch_size}: dropout and augmentation differ"
             )
