@@ -86,10 +86,7 @@ def newest_checkpoint(run_dir: Path, summary: dict) -> Path | None:
     """The whole checkpoint of the highest step; None if the run never had one, or is finished and has none left, by its
     summary. Newer ones that are damaged are renamed, since the number of files to keep counts them."""
     damaged = []
-    found = checkpoints_of(run_dir)
-    if not found and summary.get("state") == "finished":  # they were deleted to save space
-        return None
-    for path in found:
+    for path in checkpoints_of(run_dir):
         if not is_whole(path) or step_of(path) < 0:  # torch takes an error of the system for damage, zipfile does not
             damaged.append(path)
             continue
@@ -97,7 +94,8 @@ def newest_checkpoint(run_dir: Path, summary: dict) -> Path | None:
             say(f"skipped {other}: it is damaged")
             other.rename(f"{other}.damaged")
         return path
-    if damaged or "checkpoint" in summary:
+    is_finished = summary.get("state") == "finished"  # so they may have been deleted to save space
+    if damaged or ("checkpoint" in summary and not is_finished):
         folder = run_dir / "checkpoints"
         raise RunError(
             f"no checkpoint in {folder} can be read: test.py --checkpoint last says why; nothing was changed"
@@ -212,11 +210,9 @@ def on_cpu(contents: dict) -> list:
 
 
 def describe(state: dict) -> dict:
-    """What a resume compares with the checkpoint: the names of what has a state_dict, the names and shapes of the
-    modules' tensors, and the optimizers, as built."""
+    """What a resume compares with the checkpoint: the names of what has a state_dict, and the optimizers, as built."""
     return {
         "entries": sorted(name for name, value in state.items() if hasattr(value, "state_dict")),
-        "tensors": fixed_tensors(state),
         "optimizers": describe_optimizers(state),
     }
 
@@ -279,7 +275,7 @@ def named_tensors(state: dict) -> dict:
     return named
 
 
-def fixed_tensors(state: dict) -> list[str]:
+def fixed_tensors(state: dict) -> set[str]:
     """The names and shapes of the tensors in the modules of `state`, without those of modules that load their state in
     a way of their own: in quantization-aware training these may change their shape, and load another."""
     own = []
@@ -289,7 +285,7 @@ def fixed_tensors(state: dict) -> list[str]:
             for name, part in plain.named_modules(prefix=entry):
                 if type(part)._load_from_state_dict is not nn.Module._load_from_state_dict:
                     own.append(f"{name}.")
-    return sorted(name for name in named_tensors(state) if not name.startswith(tuple(own)))
+    return {name for name in named_tensors(state) if not name.startswith(tuple(own))}
 
 
 def describe_optimizers(state: dict) -> dict:

@@ -238,6 +238,7 @@ class RunDir:
         state["precision"] = precision
         self.state = state
         self.description = checkpoints.describe(state)  # as built: a resume can tell which settings have changed since
+        self.tensors = checkpoints.fixed_tensors(state)
         if getattr(precision, "scaler", None) and len(self.description["optimizers"]) > 1:
             raise ConfigError("--precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed")
         self.modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
@@ -494,7 +495,7 @@ class RunDir:
     def check_as_built(self):
         """Raises RunError if modules have other tensors, or an optimizer other parameters, than as they were built: a
         resume builds them again, and could not restore them."""
-        others = set(self.description["tensors"]) ^ set(checkpoints.fixed_tensors(self.state))
+        others = self.tensors ^ checkpoints.fixed_tensors(self.state)
         if others:
             raise RunError(
                 "tensors of `state` came, went or changed their shape after `run.restore()`, so a resume could not "
