@@ -338,10 +338,10 @@ def changed_files(then: dict) -> str:
 # ---- signals
 
 
-def handle_signals(handler: Callable, resources: ExitStack):
-    """Makes `handler` receive SIGNALS until the resources are closed."""
+def handle_signals(handler: Any, resources: ExitStack, signals: tuple = SIGNALS):
+    """Makes `handler` receive the signals until the resources are closed."""
     with suppress(ValueError):  # in another thread than the main one Python has no signal handlers
-        for number in SIGNALS:
+        for number in signals:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                 resources.callback(signal.signal, number, signal.signal(number, handler))
 

@@ -213,14 +213,11 @@ class Loader(DataLoader):
 
     def end_workers(self):
         """Ends the workers, also a frozen one, for which this process would wait at its end."""
-        handler = signal.getsignal(signal.SIGCHLD)
-        with suppress(ValueError):  # outside the main thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each worker
-        for worker in self.workers:
-            worker.kill()
-            worker.join()
-        with suppress(ValueError):
-            signal.signal(signal.SIGCHLD, handler)
+        with ExitStack() as resources:  # torch's handler would raise an error for each worker
+            handle_signals(signal.SIG_DFL, resources, (signal.SIGCHLD,))
+            for worker in self.workers:
+                worker.kill()
+                worker.join()
 
 
 def start_worker(worker: int):
