@@ -195,31 +195,36 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
     gc.freeze()  # the objects of the imports are never searched for garbage
     try:
         sys.exit(main(config))
-    except (ConfigError, RunError) as error:
-        code = 2 if isinstance(error, ConfigError) else 1
-        message = with_notes(str(error), error)
-        if not dist.is_initialized():
-            end(code, message)
-        write_error(f"rank {dist.get_rank()}: {message}")
     except Exception as error:
-        code = 1
+        code = 2 if isinstance(error, ConfigError) else 1
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-        if is_lost_connection(error):
-            if is_child_of_fabric() and "timed out" not in str(error).lower():
-                time.sleep(1)  # if rank 0 has ended, and said why, the system ends this process meanwhile
-            words = str(error).split(". ")[0]
-            message = (
-                f"{rank}another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
-                f"see its message ({words}); this rank waited in {place_of(error)}"
-            )
-            write_error(with_notes(message, error))
-        else:
+        message = message_of(error, config)
+        if not message:
             explain(error)
             sys.stderr.write(rank + "".join(traceback.format_exception(error)))
-    if not dist.is_initialized():
+        elif rank:
+            write_error(rank + message)
+        else:
+            end(code, message)
+    if not rank:
         sys.exit(code)
     sys.stdout.flush()
     os._exit(own_code(code))  # an orderly end would wait for the other processes, or gloo abort it
+
+
+def message_of(error: Exception, config: Any) -> str:
+    """The line for an error that is no bug, with what was added on its way, such as how to go on; "" for a bug."""
+    message = str(error)
+    if not isinstance(error, (ConfigError, RunError)):
+        if not is_lost_connection(error):
+            return ""
+        if is_child_of_fabric() and "timed out" not in message.lower():
+            time.sleep(1)  # if rank 0 has ended, and said why, the system ends this process meanwhile
+        message = (
+            f"another process has ended, or did not answer for --timeout {config.timeout:g} seconds: "
+            f"see its message ({message.split('. ')[0]}); this rank waited in {place_of(error)}"
+        )
+    return "; ".join([message, *getattr(error, "__notes__", [])])
 
 
 def place_of(error: Exception) -> str:
@@ -230,11 +235,6 @@ def place_of(error: Exception) -> str:
         if name in SOURCES and not name.startswith("runtime/"):
             place = f"{name}:{frame.lineno}"
     return place
-
-
-def with_notes(message: str, error: Exception) -> str:
-    """A message, and what was added to the error on its way, such as how to go on."""
-    return "; ".join([message, *getattr(error, "__notes__", [])])
 
 
 def own_code(code: int) -> int:
