@@ -151,18 +151,19 @@ class CSVLogger:
     def __init__(self, run_dir: Path, last_step: int, config: Any):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
-        rows: list = []
-        if self.path.exists():
-            try:
-                rows = [row for row in self.read() if int(row["step"]) <= last_step]
-            except (KeyError, ValueError, csv.Error) as error:  # somebody has changed it
-                copy = self.path.with_name(time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
-                self.path.rename(copy)
-                say(f"logs/csv/metrics.csv cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
+        try:
+            rows = [row for row in self.read() if int(row["step"]) <= last_step]
+        except (KeyError, ValueError, csv.Error) as error:  # somebody has changed it
+            rows = []
+            copy = self.path.with_name(time.strftime("unreadable-%Y%m%d-%H%M%S.csv"))
+            self.path.rename(copy)
+            say(f"logs/csv/metrics.csv cannot be read ({type(error).__name__}: {error}); it is kept as {copy.name}")
         self.write(rows)
 
     def read(self) -> list[dict]:
-        """The rows of the file, without one that a kill has cut."""
+        """The rows of the file, if there is one, without one that a kill has cut."""
+        if not self.path.exists():
+            return []
         with open(self.path, newline="") as file:
             rows = list(csv.DictReader(file))
         if rows and None in rows[-1].values():
@@ -180,10 +181,7 @@ class CSVLogger:
 
     def log_metrics(self, row: dict, step: int):
         row = {"step": step, **row}
-        if not self.path.exists():  # somebody has deleted it
-            self.write([row])
-            return
-        if set(row) - set(self.columns):  # new columns
+        if not (self.path.exists() and row.keys() <= set(self.columns)):  # somebody has deleted it, or new columns
             self.write([*self.read(), row])
             return
         with open(self.path, "a") as file:  # for each row: an editor may have replaced the file
