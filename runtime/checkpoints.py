@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from torch.optim import Optimizer
 from runtime.cli import say
 from runtime.errors import RunError
 from runtime.files import atomically
-from runtime.launch import check_loadable
-from runtime.meters import parameters_of
 
 FORMAT = 4  # of checkpoints
 PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
@@ -186,6 +185,12 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def check_loadable(module: nn.Module):
+    """Loads a copy of the module's own state_dict. So what would fail on a resume fails now, with its name, such as an
+    expanded tensor, which cannot be written into."""
+    module.load_state_dict(with_tensors(copied, module.state_dict()))
+
+
 def contents_of(state: dict) -> dict:
     """What a checkpoint has of `state`."""
     contents = {}
@@ -300,7 +305,7 @@ def describe_optimizers(state: dict) -> dict:
     for entry, value in state.items():
         if not isinstance(value, Optimizer):
             continue
-        for parameter in parameters_of(value):
+        for parameter in chain(*(group["params"] for group in value.param_groups)):
             if parameter not in names:
                 raise RunError(
                     f"state[{entry!r}] trains a parameter of the shape {tuple(parameter.shape)} that is in no module "
@@ -336,9 +341,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
     if now["class"] != then["class"]:
         raise ValueError(f"an optimizer is of class {now['class']}, but {then['class']} in the checkpoint")
     if now["parameters"] != then["parameters"]:
-        ours = {name for group in now["parameters"] for name in group}
-        theirs = {name for group in then["parameters"] for name in group}
-        others = ", ".join(sorted(ours ^ theirs))
+        others = ", ".join(sorted({*chain(*now["parameters"])} ^ {*chain(*then["parameters"])}))
         what = (
             f"other parameters than in the checkpoint: {others}" if others else "them in another order or other groups"
         )

@@ -25,9 +25,10 @@ from filelock import FileLock, Timeout
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime.checkpoints import check_loadable
 from runtime.cli import (
     DEVICE_OPTIONS,
     ROOT,
@@ -105,16 +106,6 @@ class ResumableDDP(DDPStrategy):
         if not self.find_unused_parameters and not has_sparse:  # otherwise DDP keeps its first order
             order_buckets(ddp)
         return ddp
-
-
-def check_loadable(module: nn.Module):
-    """Loads a copy of the module's own state_dict. So what would fail on a resume fails now, with its name, such as an
-    expanded tensor, which cannot be written into."""
-    state = module.state_dict()
-    for name, value in state.items():
-        if type(value) is Tensor:  # subclasses may have no method to clone them
-            state[name] = value.clone()
-    module.load_state_dict(state)
 
 
 def order_buckets(ddp: DistributedDataParallel):
