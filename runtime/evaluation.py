@@ -151,9 +151,9 @@ def run_test(test: Callable, build_datasets: Callable, config: Any, train_class:
         config = replace(config, precision=trained.precision)
     if config.num_threads == 0:
         config = replace(config, num_threads=trained.num_threads)
-    common = vars(config).keys() & vars(trained).keys() - {"out_dir", "root_dir", "devices"}
-    given = {name: getattr(config, name) for name in common}
-    trained = replace(trained, **{name: value for name, value in given.items() if value != ""})
+    common = vars(trained).keys() - {"out_dir", "root_dir", "devices"}
+    given = {name: value for name, value in vars(config).items() if name in common and value != ""}
+    trained = replace(trained, **given)
     fabric = build_fabric(config)
 
     def start(config, resources: ExitStack) -> int:
