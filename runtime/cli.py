@@ -151,11 +151,11 @@ def to_yaml(config: Any) -> str:
     with errors_of("an option cannot be kept in config.yaml"):
         text = f"{yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)}{CONFIG_END}\n"
         "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
-        cls = type(config)
-        again = values_of(replace(config, parse(cls, words_of(cls, read_yaml(text)))))
+        again = values_of(config_of(type(config), text))
         for name, value in values_of(config).items():
-            if again[name] != value and str(again[name]) != str(value):  # str: nan is not equal to itself
-                raise ConfigError(f"--{name} {value} would be read as {again[name]}")
+            found = again.get(name)
+            if found != value and str(found) != str(value):  # str: nan is not equal to itself
+                raise ConfigError(f"--{name} {value} would be read as {found}")
     return text
 
 
