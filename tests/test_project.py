@@ -107,8 +107,9 @@ def small(cls: type = config.TrainConfig, **changed: str) -> str:
     """The options of a small run. Those that train.py or test.py does not have are left out."""
     known = values_of(cls())
     given = {name: value for name, value in (SMALL | changed).items() if name in known}
-    if "data_dir" in given:
-        given["data_dir"] = str(Path(given["data_dir"]).absolute())  # the runs start in other folders
+    data_dir = given.get("data_dir") or known.get("data_dir")
+    if data_dir:
+        given["data_dir"] = str(REPO / data_dir)  # the runs start in other folders
     return " ".join(f"--{name} {value}" for name, value in given.items())
 
 

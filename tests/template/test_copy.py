@@ -19,7 +19,6 @@ PATCHES = sorted(path.stem for path in RECIPES.glob("*/*.patch"))
 NEEDS = {"text_classification": "transformers", "mlflow": "mlflow"}  # packages that are not in requirements.txt
 # What a recipe changes in test_project.py, as it says there.
 CHANGES = {
-    "regression": ("VAL_TOLERANCE = 1e-6", "VAL_TOLERANCE = 1e-5"),  # R2 near 0 is 1 minus a ratio
     "contrastive": ("VAL_TOLERANCE = 1e-6", "VAL_TOLERANCE = 1.0"),  # BatchNorm has the first process's statistics
     "on_device": ('WORKERS = "2"', 'WORKERS = "0"'),
 }
@@ -156,6 +155,17 @@ def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_dele
     tolerate(copy, "VAL_TOLERANCE")  # for BatchNorm
     fork_all(copy)
     assert_passes(run_pytest(copy, is_fresh=not zygote.FORK_RANKS))
+
+
+def test_it_finds_the_data_where_the_default_of_data_dir_is_relative(tmp_path: Path):
+    """The programs start in other folders."""
+    program = with_defaults(tmp_path, {"data_dir": '"mine"'})
+    (program / "mine").mkdir()
+    with_text(
+        program, "data.py", ("    if config.data_dir:\n", "    if not __import__('os').path.isdir(config.data_dir):\n")
+    )
+    done = run_project_tests(program, "fast_run or finished_run")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.night

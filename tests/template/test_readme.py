@@ -21,6 +21,7 @@ from config import TrainConfig
 PAGES = ["README.md", "README.zh-CN.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
 LINKED = [
     *PAGES,
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "benchmarks/README.md",
     "docs/first_gpu.md",
