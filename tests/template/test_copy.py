@@ -594,12 +594,12 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     ),
     "the validation has training samples": (
         [(BEFORE, "statistics", "val = np.concatenate([val, train[:20]])")],
-        "no_sample_is_in_two_sets",
+        "no_sample_of_a_validation",
         "of the samples of 'val' are in 'train', too. If that is right, give SHARED_SAMPLES",
     ),
     "the test is the validation": (
         [(BEFORE, "statistics", "test = val")],
-        "no_sample_is_in_two_sets",
+        "no_sample_of_a_validation",
         "100.00% of the samples of 'test' are in 'val', too",
     ),
     "a random result is a sum over the batch": (
@@ -761,7 +761,7 @@ RIGHT: dict[str, tuple[list, str, str]] = {
     ),
     "few samples are in two sets": (
         [(BEFORE, "statistics", "val = np.concatenate([val, train[:1]])")],
-        "no_sample_is_in_two_sets",
+        "no_sample_of_a_validation",
         "beware: 0.",
     ),
 }
