@@ -169,10 +169,11 @@ class TestConfig(Machine, Evaluation):
     per_host = ("data_dir",)
 
     def __post_init__(self):
-        check(self, ABOVE_0, AT_LEAST_0, BELOW)
+        check(self, ABOVE_0, [*AT_LEAST_0, "batch_size"], BELOW)
 
 
-# ---- bounds. An option that is in none of these lists may have any value of its type.
+# ---- bounds. An option that is in none of these lists may have any value of its type. One of a nested dataclass is
+# named with a dot: "optim.momentum".
 
 ABOVE_0 = [
     "num_nodes",
@@ -190,7 +191,6 @@ AT_LEAST_0 = [
     "seed",
     "dropout",
     "micro_batch_size",
-    "batch_size",
     "num_workers",
     "num_threads",
     "max_steps",

@@ -51,17 +51,19 @@ def check(config: Any, above_0: list, at_least_0: list, below: dict):
 
     Args:
         config: The options.
-        above_0, at_least_0: The names of options that are bounded; others may have any value of their type.
+        above_0, at_least_0: The names of options that are bounded; others may have any value of their type. An option
+            of a nested dataclass is named with a dot.
         below: Options and their upper bounds.
     """
     found = []
     for option in fields(config):
-        name = option.name
-        value = getattr(config, name)
+        value = getattr(config, option.name)
         values = value if isinstance(value, tuple) else (value,)
         choices = choices_of(option.type)
         if choices and not set(choices).issuperset(values):
-            found.append(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
+            found.append(f"--{option.name} {value}: choose from {', '.join(map(str, choices))}")
+    options = values_of(config)
+    for name, value in options.items():
         if name in above_0 and not 0 < value < inf:
             found.append(f"--{name} {value}: must be above 0")
         if name in at_least_0 and not 0 <= value < inf:
@@ -71,6 +73,8 @@ def check(config: Any, above_0: list, at_least_0: list, below: dict):
     if "://" in config.root_dir:
         found.append(f"--root_dir {config.root_dir}: must be a directory, not a URL")
     if hasattr(config, "effective_batch_size"):  # of train.py
+        listed = {*above_0, *at_least_0, *below, *config.fixed_on_resume, *config.per_host}
+        found += [f"{name}: is in a list of config.py, but is no option" for name in sorted(listed - options.keys())]
         found += problems_of_training(config)
     if found:
         raise ConfigError("; ".join(found))

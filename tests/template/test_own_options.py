@@ -2,6 +2,7 @@
 given comes back from config.yaml; a type for which that is not so is refused before the first step."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,26 @@ def test_an_option_whose_default_is_none_is_none_again_by_null_or_without_a_valu
         call(f"{program}/train.py {SMALL} --max_steps 1 --out_dir {name} --config_path {options}", tmp_path)
         found = yaml.safe_load((run_dir(tmp_path, name) / "config.yaml").read_text())
         assert (found["optim"]["clip"], found["optim"]["name"], found["cache"]) == (None, "adamw", None), name
+
+
+AT_LEAST_0 = 'AT_LEAST_0 = [\n    "seed",'
+
+
+def test_an_option_of_a_nested_dataclass_has_a_bound(program, tmp_path):
+    copy = Path(shutil.copytree(program, tmp_path / "bounded"))
+    with_text(copy, "config.py", (AT_LEAST_0, f'{AT_LEAST_0}\n    "optim.decay.factor",'))
+    error = call(f"{copy}/train.py --optim.decay.factor -0.1", tmp_path, code=2).stderr
+    assert error == "train.py: error: --optim.decay.factor -0.1: must be at least 0\n"
+
+
+@pytest.mark.parametrize(
+    "listed", [(AT_LEAST_0, f'{AT_LEAST_0}\n    "droput",'), ('        "width",\n', '        "droput",\n')]
+)
+def test_a_name_in_a_list_that_is_no_option_is_refused_at_the_start(listed, program, tmp_path):
+    copy = Path(shutil.copytree(program, tmp_path / "mistyped"))
+    with_text(copy, "config.py", listed)
+    error = call(f"{copy}/train.py", tmp_path, code=2).stderr
+    assert error == "train.py: error: droput: is in a list of config.py, but is no option\n"
 
 
 def test_what_is_not_given_keeps_the_default_of_the_field_not_of_the_nested_class(program, tmp_path):
