@@ -254,6 +254,8 @@ class RunDir:
         elif is_finished:
             path = self.shown(self.path)
             raise RunError(f"{path} is finished, and has no checkpoint left from which it could become longer")
+        elif self.config.resume:
+            self.changes.append("the run has no checkpoint yet, and begins again at step 0")
         self.saved = {}  # closes the file
         state["micro_batch_size"] = plan.micro_batch_size
         self.names = set(state)  # those that this method can find
@@ -532,8 +534,10 @@ class RunDir:
         best = "none"
         if state["best"] is not None:
             best = f"{state['best']:.5g} at step {state['best_step']}"
-        steps = f"{state['step']} of {self.plan.total_steps} steps"
-        self.console.print(f"{ending} after {steps}, best {self.config.monitor} {best}")
+        step, total = state["step"], self.plan.total_steps
+        steps = f"{step} of {total} steps" if step <= total else f"{step} steps, more than the {total} asked for"
+        reason = " (early stopping)" if is_finished and step < total else ""
+        self.console.print(f"{ending} after {steps}, best {self.config.monitor} {best}{reason}")
         if not self.config.fast_run:
             self.console.print(f"next: {self.next_command(is_finished)}")
         return 0 if is_finished else PREEMPTED

@@ -266,7 +266,8 @@ def test_a_run_that_was_ended_with_fewer_steps_than_it_has_made_can_be_made_long
     cwd = copied(killed, tmp_path)
     step = newest(cwd)
     for _ in range(2):
-        assert f"finished after {step} of 8 steps" in call("train.py --resume auto --max_steps 8", cwd).stdout
+        printed = call("train.py --resume auto --max_steps 8", cwd).stdout
+        assert f"finished after {step} steps, more than the 8 asked for, best" in printed
     assert f"finished after {STEPS} of {STEPS} steps" in call("train.py --resume auto --max_steps 0", cwd).stdout
     assert_same_run(cwd, whole)
 
@@ -274,14 +275,14 @@ def test_a_run_that_was_ended_with_fewer_steps_than_it_has_made_can_be_made_long
 @pytest.mark.parametrize(
     "options, ending",
     [
-        ("", "80 of 80"),
+        ("", "80 of 80 steps"),
         (
             "--num_workers 2 --timeout 60 --comment again --logger_name wandb --summary true",
-            "80 of 80",
+            "80 of 80 steps",
         ),
-        ("--base_lr 0.01 --micro_batch_size 8", "80 of 80"),
-        ("--epochs 3", "80 of 24"),
-        (ON_2, "80 of 80"),
+        ("--base_lr 0.01 --micro_batch_size 8", "80 of 80 steps"),
+        ("--epochs 3", "80 steps, more than the 24 asked for"),
+        (ON_2, "80 of 80 steps"),
     ],
 )
 def test_resuming_a_finished_run_says_so_and_changes_nothing(options: str, ending: str, whole, tmp_path):
@@ -290,7 +291,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(options: str, endin
     before = snapshot(cwd)
     for command in (f"train.py --resume {run_dir(cwd).name}", f"{LONG} --resume auto"):
         done = (run if ON_2 in options else call)(f"{command} {options}", cwd)
-        assert f"finished after {ending} steps" in done.stdout
+        assert f"finished after {ending}, best " in done.stdout
         for name in re.findall(r"--(\w+)", options):
             assert re.search(rf"^--{name} .+ instead of ", done.stdout, re.MULTILINE)
         assert snapshot(cwd) == before
@@ -360,6 +361,15 @@ def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_pat
     assert "finished after 12 of 20 steps" in call("train.py --resume auto --early_stopping_patience 5", cwd).stdout
     assert_same_run(cwd, alone)
     assert_same_best(cwd, alone)
+
+
+def test_a_run_without_a_checkpoint_yet_says_that_it_begins_again(tmp_path):
+    program = insert_after(tmp_path / "program", "step is done", "if step == 2:\n    raise ValueError")
+    command = f"train.py {SMALL} --max_steps 4"
+    call(f"{program}/{command}", tmp_path, code=1)
+    line = "\nthe run has no checkpoint yet, and begins again at step 0\n"
+    assert line in call(f"{command} --resume auto", tmp_path).stdout
+    assert line not in call("train.py --resume auto --max_steps 6", tmp_path).stdout
 
 
 # ---- damaged checkpoints

@@ -499,7 +499,7 @@ def test_without_validation_and_checkpoints_only_the_last_one_is_left(runs):
 @pytest.mark.parametrize("name, end", [("early", 12), ("earlier", 8)])
 def test_early_stopping_ends_the_run_as_a_finished_one(runs, name: str, end: int):
     done = runs(name)  # with this learning rate nothing gets better after the first epoch
-    assert f"finished after {end} of 20 steps" in done.out
+    assert re.search(rf"finished after {end} of 20 steps, best .+ \(early stopping\)\n", done.out)
     assert rows(done.cwd)[-1]["step"] == end
     assert checkpoint(done.cwd, "best")["step"] == 4
     last = checkpoint(done.cwd, f"step-{end:08d}")
