@@ -100,13 +100,13 @@ def recorded_seeder(device: str, tag: str, seed: int):
     return numbered
 
 
-def note_generators(after: str, number: int):
+def note_generators(after: str, number: int, kind: str = "generators"):
     """After what, the number of its seed, and the checksums of the global generators of torch, NumPy and Python."""
     _, keys, position, *_ = np.random.get_state()
     states = {"torch": torch.get_rng_state(), "NumPy": [keys, position], "Python": random.getstate()}
     if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state()
-    note("generators", after, number, {name: checksum(state) for name, state in states.items()})
+    note(kind, after, number, {name: checksum(state) for name, state in states.items()})
 
 
 def recorded_fetch(self, batch: tuple[int, np.ndarray]):
@@ -137,6 +137,8 @@ def recorded_loss(model, *arguments, **named):
                 follow(value)
     buffers = {name: checksum(buffer) for name, buffer in plain(model).named_buffers()}
     result = compute_loss(model, *arguments, **named)
+    if now["is_validation"]:
+        note_generators("compute_loss", number, "generators of a validation")
     if now["is_validation"] or number is None:
         return result
     # What is there to be filled is no input: of a list, other micro-batches may have left something in it.

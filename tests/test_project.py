@@ -540,17 +540,24 @@ def test_what_has_a_gradient_is_in_a_module_of_state(whole: Run):
         )
 
 
-def test_random_numbers_are_others_in_each_micro_batch(whole: Run):
+def seeded_alike(run: Run, kind: str) -> str:
+    """A sentence on a global generator that was where it had been after another micro-batch or fetch."""
     seen: dict = {}
-    for after, number, states in facts(whole.record, "generators"):
+    for after, number, states in facts(run.record, kind):
         for generator, state in states.items():
             other = seen.setdefault((generator, state), number)
             if other != number:
-                fail(
-                    f"After {after}, the generator of {generator} is where it was after another one: something seeds "
+                return (
+                    f"\nAfter {after}, the generator of {generator} is where it was after another one: something seeds "
                     "it each time alike, such as `torch.manual_seed(0)` in compute_loss, a module or the dataset. Draw "
                     "without: each micro-batch and each fetch has a seed of its own."
                 )
+    return ""
+
+
+def test_random_numbers_are_others_in_each_micro_batch(whole: Run):
+    if found := seeded_alike(whole, "generators"):
+        fail(found.lstrip())
 
 
 def test_no_scheduler_of_torch_is_overridden(whole: Run):
@@ -714,7 +721,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
             tolerance,
             f"{name} of two processes",
             f"{advice} If it is rounding, give VAL_TOLERANCE a larger value.{more}{buffers_that_change(whole)}"
-            f"{random_sets(whole)}",
+            f"{random_sets(whole)}{seeded_alike(whole, 'generators of a validation')}",
         )
         shown(f"{words(place)}: 2 processes", f"{name} within {difference:.0e}")
 
