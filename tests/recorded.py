@@ -73,9 +73,12 @@ def note(kind: str, *fact: Any):
 
 
 def checksum(value: Any) -> int | None:
-    """None for what has something else than tensors and plain values."""
+    """Of a batch that is an object with a method `to`, that of its attributes. None for what has something else than
+    tensors and plain values."""
     with suppress(Exception):
         return loader.checksum(value)
+    with suppress(Exception):
+        return loader.checksum(vars(value)) if hasattr(value, "to") else None
     return None
 
 
