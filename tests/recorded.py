@@ -140,7 +140,9 @@ def recorded_loss(model, *arguments, **named):
                 follow(value)
     buffers = {name: checksum(buffer) for name, buffer in plain(model).named_buffers()}
     result = compute_loss(model, *arguments, **named)
+    changed = [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)]
     if now["is_validation"]:
+        note("buffers of a validation", changed)
         note_generators("compute_loss", number, "generators of a validation")
     if now["is_validation"] or number is None:
         return result
@@ -152,9 +154,7 @@ def recorded_loss(model, *arguments, **named):
     note("inputs", now["step"], number, inputs)
     note_generators("compute_loss", number)
     if now["step"] in (1, 2):
-        note(
-            "buffers", [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)]
-        )
+        note("buffers", changed)
         with suppress(Exception):  # the template's own message tells of another result
             note("untrained", untrained(result[0]["loss"]))
     return result

@@ -730,14 +730,20 @@ MONITOR = " It is the `--monitor`: the best checkpoint depends on the number of 
 
 
 def buffers_that_change(run: Run) -> str:
-    """A sentence on those that each forward pass changes."""
-    names = sorted({name for (found,) in facts(run.record, "buffers") for name in found})
-    if not names:
-        return ""
-    return (
-        f"\nEach forward pass changes {', '.join(names[:5])}, so it depends on the number of micro-batches and "
-        "processes: change it once per step, by the sum over micro-batches and ranks."
+    """Sentences on those that each forward pass changes, and those that a validation changes."""
+    names, in_validations = (
+        ", ".join(sorted({name for (found,) in facts(run.record, kind) for name in found})[:5])
+        for kind in ("buffers", "buffers of a validation")
     )
+    text = ""
+    if names:
+        text += (
+            f"\nEach forward pass changes {names}, so it depends on the number of micro-batches and processes: change "
+            "it once per step, by the sum over micro-batches and ranks."
+        )
+    if in_validations:
+        text += f"\nA validation changes {in_validations}: change it in training alone, `if self.training`."
+    return text
 
 
 def random_sets(run: Run) -> str:
@@ -751,7 +757,7 @@ def test_the_finished_run_is_evaluated(whole: Run, place):
     assert json.loads(report.read_text())["num_samples"] > 0
 
 
-def test_what_was_validated_is_what_is_evaluated(place, tmp_path: Path):
+def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Path):
     run(f"train.py {small(**place, max_steps='2', val_interval='2', limit_val_batches='1.0')}", tmp_path)
     folder = run_dir(tmp_path)
     options = small(config.TestConfig, out_dir=folder.name, **place)
@@ -768,7 +774,7 @@ def test_what_was_validated_is_what_is_evaluated(place, tmp_path: Path):
             1e-5,
             f"{name} of test.py",
             'state["model"] of train.py is not the model that is validated, or a validation depends on what a '
-            "checkpoint does not have.",
+            f"checkpoint does not have.{buffers_that_change(whole)}",
         )
     shown(f"{words(place)}: test.py", "what was validated is what is evaluated")
 
