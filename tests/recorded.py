@@ -273,9 +273,10 @@ def recorded_metrics(*arguments: Any, **named: Any) -> Any:
     return built["metrics"]
 
 
-def larger_eval_batches(num_samples: int, batch_size: int, fabric: Any) -> list:
-    """As in a validation whose samples do not divide: some batches have a sample more, so its counts matter."""
-    return loader.eval_batches(num_samples, 4 * batch_size, fabric)
+def other_eval_batches(num_samples: int, batch_size: int, fabric: Any) -> list:
+    """On one process larger batches, which do not divide: some have a sample more, so its counts matter. On two smaller
+    ones, so it shows where a sample's result depends on the others in its batch, as on the padding to the longest."""
+    return loader.eval_batches(num_samples, batch_size if fabric.world_size > 1 else 4 * batch_size, fabric)
 
 
 def sample_of(dataset: Any, number: int, seed: int = 0) -> Any:
@@ -385,7 +386,7 @@ if __name__ == "__main__":
         os.scandir = Reversed
     train.seeder = recorded_seeder
     train.compute_loss = recorded_loss
-    train.eval_batches = larger_eval_batches
+    train.eval_batches = other_eval_batches
     train.build_datasets = recorded_build
     train.build_metrics = recorded_metrics
     loader.SeededBatches.__getitem__ = recorded_fetch  # type: ignore[method-assign]

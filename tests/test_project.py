@@ -58,7 +58,7 @@ SMALL = {
     "micro_batch_size": "8",
     "max_steps": "10",
     "limit_train_batches": "4",
-    "limit_val_batches": "5",  # 80 samples: parts of 27, 27 and 26 on one process, four of 20 on two
+    "limit_val_batches": "5",  # 80 samples: parts of 27, 27 and 26 on one process, ten of 8 on two
     "log_interval": "1",
     "val_interval": "5",
     "checkpoint_interval": "3",
