@@ -444,8 +444,9 @@ def test_a_run_that_was_killed_and_resumed_has_the_same_inputs(alone: Run, resum
         named(found),
         named(later),
         "The batches or further arguments of compute_loss are others after a resume. Look for a second loader that "
-        "begins anew, a generator of your own, a cache, a file that data workers share, an attribute of the dataset "
-        "that the loop sets and data workers do not see, an order that depends on a set or a folder: sort it.",
+        "begins anew, a generator of your own, a cache, what is kept between steps and is not in `state`, a file that "
+        "data workers share, an attribute of the dataset that the loop sets and data workers do not see, an order that "
+        "depends on a set or a folder: sort it.",
     )
     shown(killed_in, "same inputs")
     if "None" in " ".join(expected.values()).split():
@@ -585,7 +586,10 @@ def test_ranks_have_the_same_state(two: Run):
     ranks: list[dict] = [{}, {}]
     for step, rank, values in facts(two.record, "state"):
         ranks[rank] |= {f"state[{name!r}] after step {step}, on rank 1": value for name, value in values.items()}
-    advice = "A checkpoint has what rank 0 has. Average it over the ranks, or make it from what all have."
+    advice = (
+        "A checkpoint has what rank 0 has. Average it over the ranks, or make it from what all have. Draw its random "
+        "numbers at the top of a step, or before the first validation: after one they are others on each rank."
+    )
     assert_same(ranks[1], ranks[0], advice)
 
 
