@@ -132,8 +132,9 @@ def recorded_loss(model, *arguments, **named):
     number = now["number"]
     if now["is_validation"]:
         note("validated", now["validations"], number, given[0])
-        if number == 0:
-            note("metrics", now["validations"], {name: checksum(value) for name, value in attributes(built["metrics"])})
+        if number == 0:  # without the flags, which torchmetrics sets
+            found = [each for each in attributes(built["metrics"]) if not isinstance(each[1], bool)]
+            note("metrics", now["validations"], {name: checksum(value) for name, value in found})
     elif number is not None and WHAT == "modules":
         for value in (model, *arguments, *named.values()):
             if isinstance(value, nn.Module):
@@ -206,8 +207,8 @@ def attributes(value: Any, name: str = "metrics") -> Iterator[tuple[str, Any]]:
 
 
 def leaves(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers in lists and dicts, and the parameters of modules there."""
-    if isinstance(value, (Tensor, np.ndarray, int, float)) and not isinstance(value, bool):
+    """The tensors, numbers and flags in lists and dicts, and the parameters of modules there."""
+    if isinstance(value, (Tensor, np.ndarray, int, float)):
         yield name, value
     elif isinstance(value, nn.Module):
         yield from value.named_parameters(prefix=name)
@@ -225,6 +226,7 @@ def leaves(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Any]]:
 def recorded_restore(self, given: dict, plan: Any):
     restore(self, given, plan)
     state.update(given)
+    note_attributes(given, given["step"], self.fabric.global_rank)
 
 
 def note_step(optimizer: Any, arguments: Any, named: Any):
@@ -242,20 +244,25 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
     note("stepped", now["step"], having, overridden if len(overridden) == len(own) else [])
 
 
-def recorded_save(self, step: int, *arguments: Any, **named: Any):
-    """At each save, of each rank: the checksums of the plain values of `state`; and of what the modules have beside
-    parameters and buffers the checksums, and the sizes of the graphs from which they were computed."""
-    values = {name: checksum(value) for name, value in self.state.items() if not hasattr(value, "state_dict")}
-    note("state", step, self.fabric.global_rank, values)
+def note_attributes(given: dict, step: int, rank: int):
+    """Of what the modules have beside parameters and buffers the checksums, and the sizes of the graphs from which they
+    were computed."""
     found = {}
-    for entry, module in self.state.items():
+    for entry, module in given.items():
         if isinstance(module, nn.Module):
             buffers = plain(module).named_buffers(prefix=entry)
             graphs = [each for each in buffers if each[1].grad_fn]
             for name, value in [*attributes(module, entry), *graphs]:
                 nodes = len(graph_of(value)) if isinstance(value, Tensor) else 0
                 found[name] = [checksum(value), nodes]
-    note("attributes", step, self.fabric.global_rank, found)
+    note("attributes", step, rank, found)
+
+
+def recorded_save(self, step: int, *arguments: Any, **named: Any):
+    """At each save, of each rank, also the checksums of the plain values of `state`."""
+    values = {name: checksum(value) for name, value in self.state.items() if not hasattr(value, "state_dict")}
+    note("state", step, self.fabric.global_rank, values)
+    note_attributes(self.state, step, self.fabric.global_rank)
     return save(self, step, *arguments, **named)
 
 
