@@ -243,7 +243,8 @@ def is_lost_connection(error: Exception) -> bool:
 def explain(error: Exception):
     """Adds to an error of torch what it does not say."""
     words = str(error)
-    if isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words:
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if is_memory or "out of memory" in words or "can't allocate memory" in words:
         error.add_note(
             "out of memory: try a smaller --micro_batch_size, which keeps the effective batch size, or a smaller model"
         )
