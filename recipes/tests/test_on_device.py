@@ -138,7 +138,7 @@ def test_workers_are_refused_but_not_for_a_dataset_that_stays_on_the_host(data: 
         make_loader(dataset, torch.device("cpu"), num_workers=1)
     host = make_loader(Subset(dataset, range(100)), torch.device("cpu"), num_workers=1)
     assert [len(targets) for _, targets in host] == [4, 4]
-    host.end_workers(set())
+    host.end_workers()
 
 
 # ---- runs

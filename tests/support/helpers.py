@@ -31,6 +31,8 @@ zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
 # One thread, here and in the processes that are started: sums in the same order, equal in every bit.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# A shell ignores it for jobs in the background, and a run keeps what is ignored: here tests decide on it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONUNBUFFERED", None)  # print would write the parts of a line apart: those of two ranks mix
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
