@@ -561,6 +561,11 @@ class Seen(MulticlassAccuracy):
 
 
 """
+COUNTS_VALIDATIONS = """
+        if not self.training:
+            self.count += 1
+        return self.layers(images) * (1 + self.count / 100)
+"""
 QUEUE = "images = images * (1 + 0.01 * model.module.queue)\nmodel.module.queue += 0.1 * model.training"
 PICKED = 'state["level"] = state["level"] + fabric.global_rank'
 
@@ -685,6 +690,39 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
         [("data.py", "targets[val], num_classes=10)", "targets[val], num_classes=10, shift=1)")],
         ON_TWO,
         "The samples of val are random: are they augmented?",
+    ),
+    "a validation draws the same numbers in each batch": (
+        [
+            (
+                AFTER,
+                "batch",
+                "if not model.training:\n    torch.manual_seed(0)\n    images = images + torch.rand(len(images), 1, 1, 1)",
+            )
+        ],
+        ON_TWO,
+        "After compute_loss, the generator of torch is where it was after another one",
+    ),
+    "a validation changes a buffer": (
+        [
+            (BEFORE, "layers", 'import torch; self.register_buffer("count", torch.zeros(()))'),
+            (INSTEAD, "forward", COUNTS_VALIDATIONS),
+        ],
+        "what_was_validated",
+        "A validation changes count: change it in training alone, `if self.training`.",
+    ),
+    "a flag is no buffer": (
+        [
+            (BEFORE, "layers", "self.has_begun = False"),
+            (AFTER, "step is done", "model.module.has_begun = True"),
+            (INSTEAD, "forward", "        return self.layers(images) * (1 + self.has_begun * images.mean())\n"),
+        ],
+        "(same_history or same_bits) and here",
+        "Neither parameter nor buffer, but it changes: model.has_begun.",
+    ),
+    "a result depends on the others in its batch": (
+        [(AFTER, "batch", "images = images + images.abs().sum() / 10_000")],
+        ON_TWO,
+        "Or it depends on how they are cut into batches.",
     ),
     "the loop overrides a scheduler": (
         [
