@@ -561,6 +561,11 @@ class Seen(MulticlassAccuracy):
 
 
 """
+SEEDED_VALIDATION = """
+if not model.training:
+    torch.manual_seed(0)
+    images = images + torch.rand(len(images), 1, 1, 1)
+"""
 COUNTS_VALIDATIONS = """
         if not self.training:
             self.count += 1
@@ -692,13 +697,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
         "The samples of val are random: are they augmented?",
     ),
     "a validation draws the same numbers in each batch": (
-        [
-            (
-                AFTER,
-                "batch",
-                "if not model.training:\n    torch.manual_seed(0)\n    images = images + torch.rand(len(images), 1, 1, 1)",
-            )
-        ],
+        [(AFTER, "batch", SEEDED_VALIDATION)],
         ON_TWO,
         "After compute_loss, the generator of torch is where it was after another one",
     ),

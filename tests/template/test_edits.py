@@ -48,10 +48,14 @@ def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(program: Path
 
 
 def test_an_option_that_was_deleted_does_not_make_old_runs_unreadable(program: Path, cwd: Path):
-    """Also one that the code still lists among those that a resume cannot change."""
+    """The lists of config.py must not name it any more."""
     call(f"train.py {SMALL} --epochs 1", cwd)
     replace(program, "dropout option", "")
     replace(program, "use of dropout", "config.width)")
+    error = call(f"{program}/train.py", cwd, code=2).stderr
+    assert error == "train.py: error: dropout: is in a list of config.py, but is no option\n"
+    path = program / "config.py"
+    path.write_text(re.sub(r' +"dropout"(: 1)?,\n', "", path.read_text()))
     done = call(f"{program}/train.py --resume auto --epochs 2", cwd)
     assert "finished after 8 of 8" in done.stdout
     assert "on 380 test samples" in call(f"{program}/test.py --accelerator cpu", cwd).stdout
