@@ -34,7 +34,7 @@ def scalars_of(row: dict) -> dict:
 # ---- console
 
 
-def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, parameters: int) -> list[str]:
+def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, sizes: dict) -> list[str]:
     """The lines that say what will happen.
 
     Args:
@@ -42,7 +42,7 @@ def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, parameters:
         config: The options.
         plan: The Plan of the run.
         model: The model, without the wrappers of Fabric and DDP.
-        parameters: The number of parameters.
+        sizes: The numbers of parameters in the modules of `state`, by name.
     """
     device = fabric.device.type
     precision = config.precision
@@ -51,12 +51,13 @@ def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, parameters:
         if torch.get_float32_matmul_precision() == "high" and torch.cuda.is_tf32_supported():
             precision += ", float32 products in TF32"
     layers = model if config.summary else "model"
+    others = "".join(f"; {name}, {size:,}" for name, size in sizes.items() if name != "model" and size)
     micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
     rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
     epochs = plan.total_steps / plan.steps_per_epoch
     lines = [
         f"{plan.world_size} x {device}, {config.num_threads} CPU thread(s), precision {precision}",
-        f"{layers}, {parameters:,} parameters",
+        f"{layers}, {sizes.get('model', 0):,} parameters{others}",
         f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples",
         f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}",
         f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}",

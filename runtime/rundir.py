@@ -242,8 +242,8 @@ class RunDir:
         if getattr(precision, "scaler", None) and len(self.description["optimizers"]) > 1:
             raise ConfigError("--precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed")
         self.modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-        parameters = [parameter.numel() for module in self.modules.values() for parameter in module.parameters()]
-        self.summary: dict = {"parameters": sum(parameters), "last": {}}
+        self.sizes = {name: sum(each.numel() for each in module.parameters()) for name, module in self.modules.items()}
+        self.summary: dict = {"parameters": self.sizes.get("model", 0), "last": {}}
         before = self.before
         is_finished = before.get("state") == "finished"
         if is_finished and plan.is_finished(before["step"], before["bad_validations"]):
@@ -286,7 +286,7 @@ class RunDir:
         config = self.config
         plan = self.plan
         self.console = Console(fabric.is_global_zero, self.state["step"], plan.total_steps, config.monitor, self.files)
-        for line in header(fabric, config, plan, model.module, self.summary["parameters"]):
+        for line in header(fabric, config, plan, model.module, self.sizes):
             self.console.print(line)
         for part, found in self.fingerprints.items():
             if found is None:

@@ -12,6 +12,7 @@ from helpers import (
     history,
     imported_train,
     killed_and_resumed,
+    last_summary,
     on_one_and_two,
     run_dir,
     weights,
@@ -36,6 +37,8 @@ def test_the_averaged_weights_are_better_and_are_tested(program: Path, tmp_path:
     printed = call(f"{program}/train.py {options}", tmp_path).stdout
     values = ["val/loss", "val/accuracy", "val/raw_loss", "val/raw_accuracy"]
     assert values in [line.split()[3:7] for line in printed.splitlines()]
+    assert "\nmodel, 58,314 parameters; raw_model, 58,314\n" in printed
+    assert last_summary(tmp_path)["parameters"] == 58314
     last = [{name: float(row[name]) for name in values} for row in history(tmp_path)[-5:]]
     means = {name: sum(row[name] for row in last) / len(last) for name in values}
     assert means["val/loss"] < 0.7 * means["val/raw_loss"]
