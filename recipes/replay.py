@@ -135,7 +135,8 @@ class Replay:
         gradients = self.gradient_norms()
         self.restore_buffers()
         for number, micro_batch in self.micro_batches.items():
-            micro_batch.first_not_finite = self.first_not_finite(number, micro_batch)
+            is_healthy = norm.isfinite() and all(map(math.isfinite, micro_batch.values.values()))
+            micro_batch.first_not_finite = "none" if is_healthy else self.first_not_finite(number, micro_batch)
         self.restore_buffers()
         for micro_batch in self.micro_batches.values():
             micro_batch.losses = self.losses(micro_batch)
@@ -175,7 +176,7 @@ class Replay:
 
         def look(module: nn.Module, inputs: tuple, options: dict, output):
             for what, value in (("input", (inputs, options)), ("output", output)):
-                if module in names and not is_finite(value):
+                if module in names and not is_finite(value, may_be_masked=what == "input"):
                     found.append(f"{what} of {names[module]}, {type(module).__name__}")
 
         model, arguments, options = micro_batch.arguments
@@ -241,11 +242,11 @@ def only(place: int, count: int, tensor: Tensor) -> Tensor:
     return tensor[place : place + 1] if tensor.ndim and len(tensor) == count else tensor
 
 
-def is_finite(values: Any) -> bool:
-    """Whether all numbers in the tensors of a collection are finite."""
+def is_finite(values: Any, may_be_masked: bool = False) -> bool:
+    """Whether all numbers in the tensors of a collection are finite, or, as in a mask of attention, -inf."""
     tensors: list[Tensor] = []
     apply_to_collection(values, Tensor, tensors.append)
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return all(bool((tensor.isfinite() | (may_be_masked & (tensor == -math.inf))).all()) for tensor in tensors)
 
 
 def replayed(args: argparse.Namespace, fabric: Fabric, config, run: RunDir, *others) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import apply, copy_programs, insert_after, replace
+from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
 from helpers import ON_2, REPO, SMALL, call, diffs, interrupt, kill_group, run_dir, start, without_locks
 
 pytestmark = pytest.mark.recipes
@@ -152,6 +152,37 @@ def test_a_poisoned_sample_is_named(options, layer, program, cwd):
     assert found[1] == "input of model.layers.0, Conv2d"
     assert done.stdout.count("first not finite: none") == 3
     assert re.search(r"^ +nan  model\.layers\.0$", done.stdout, re.MULTILINE)
+
+
+MASKED = """
+class Masked(nn.Module):
+    def forward(self, x, mask):
+        return x.masked_fill(mask < 0, 0.0)
+
+
+"""
+
+
+MASKED_FORWARD = """
+        mask = images.new_tensor([0.0] * 9 + [-float("inf")])
+        mask = self.masked(mask, mask) + mask
+        return self.masked(self.layers(images), mask)
+"""
+
+
+@pytest.mark.parametrize("is_poisoned", [False, True])
+def test_a_mask_of_minus_infinity_is_no_fault(is_poisoned, program, cwd):
+    insert_before(program, "layers", "self.masked = Masked()")
+    replace(program, "forward", MASKED_FORWARD)
+    with_text(program, "model.py", ("class Model(", f"{MASKED.lstrip()}class Model("))
+    if is_poisoned:
+        insert_after(program, "statistics", POISON)
+    with_recipes(program)
+    done = run_in(program, f"{TRAIN} --micro_batch_size 16", cwd, code=int(is_poisoned))
+    command = command_of(done.stderr) if is_poisoned else "recipes/replay.py train_out --step 4"
+    shown = re.findall(r"first not finite: (.*)", run_in(program, command, cwd).stdout)
+    assert shown.count("none") == 4 - is_poisoned and len(shown) == 4
+    assert not is_poisoned or "input of model.layers.0, Conv2d" in shown
 
 
 def test_values_that_are_not_finite_in_training_mode_alone(program, cwd):
