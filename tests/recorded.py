@@ -161,10 +161,6 @@ def recorded_loss(model, *arguments, **named):
     return result
 
 
-def differing(found: dict, expected: dict) -> list[str]:
-    return [name for name in found if found[name] != expected.get(name)]
-
-
 def plain(module: nn.Module) -> nn.Module:
     """The module without the wrappers of Fabric and torch.compile."""
     found: Any = module.module if is_wrapped(module) else module
