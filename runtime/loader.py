@@ -193,6 +193,8 @@ class Loader(DataLoader):
         resources.callback(self.end_workers)
 
     def __iter__(self) -> Iterator:
+        if self.fabric.device.type == "cpu" and self.num_workers == 0:
+            return map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
         others = set(active_children())  # of the user, which are not ours to end
         try:
             batches = super().__iter__()
