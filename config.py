@@ -90,6 +90,7 @@ class Optimization:
     weight_decay: float = 0.01  # Weight decay of AdamW
     max_grad_norm: float = 0.0  # Maximum norm of the gradient, clipped once per step; 0 does not clip
     early_stopping_patience: int = 0  # Stop after this many validations without a better `monitor`; 0 does not
+    early_stopping_min_delta: float = 0.0  # Gain of `monitor` above which early stopping takes it for better
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ AT_LEAST_0 = [
     "weight_decay",
     "max_grad_norm",
     "early_stopping_patience",
+    "early_stopping_min_delta",
     "log_interval",
     "val_interval",
     "checkpoint_frequency",

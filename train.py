@@ -148,7 +148,8 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
         "step": 0,
         "best": None,  # value of `monitor`
         "best_step": 0,
-        "bad_validations": 0,  # since the best one
+        "to_beat": None,  # value that early stopping compares with
+        "bad_validations": 0,  # since that value
     }
     run.restore(state, plan)
     run.header(model)
@@ -203,7 +204,7 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
         if is_val_step:
             results = validate(fabric, config, model, val_loader, metrics)
             row.update({f"val/{name}": value for name, value in results.items()})
-            is_best = update_best(state, row[config.monitor], step, config.monitor_mode)
+            is_best = update_best(state, row[config.monitor], step, config)
             row["best"] = state["best"]
         run.log(row, step)  # before the checkpoint: a resume from it does not log this row again
         is_over = must_stop or plan.is_finished(step, state["bad_validations"])

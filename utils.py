@@ -104,20 +104,33 @@ def limit(total: int, limit_batches: int | float) -> int:
     return min(total, limit_batches)
 
 
-def update_best(state: dict, value: float, step: int, mode: str) -> bool:
+def update_best(state: dict, value: float, step: int, config: TrainConfig) -> bool:
     """Notes the monitored value of a validation in `state`. Returns whether it is the best so far; a value that is not
     finite never is.
 
+    Early stopping counts the validations since the last value that was better than the one it had to beat by more than
+    `early_stopping_min_delta`: small gains count once they add up to more, as in Lightning's and Keras' EarlyStopping.
+
     Args:
-        state: Its entries `best`, `best_step` and `bad_validations` are updated.
+        state: Its entries `best`, `best_step`, `to_beat` and `bad_validations` are updated.
         value: The monitored value.
         step: The step after which it was validated.
-        mode: "max" or "min": which values are better.
+        config: Has `monitor_mode`, "max" or "min": which values are better.
     """
-    best = state["best"]
-    is_best = math.isfinite(value) and (best is None or (value > best if mode == "max" else value < best))
-    if is_best:
-        state.update(best=value, best_step=step, bad_validations=0)
+
+    def gain(before: float | None) -> float:
+        """By how much the value is better."""
+        if not math.isfinite(value):
+            return -math.inf
+        if before is None:
+            return math.inf
+        return value - before if config.monitor_mode == "max" else before - value
+
+    if gain(state["to_beat"]) > config.early_stopping_min_delta:
+        state.update(to_beat=value, bad_validations=0)
     else:
         state["bad_validations"] += 1
+    is_best = gain(state["best"]) > 0
+    if is_best:
+        state.update(best=value, best_step=step)
     return is_best

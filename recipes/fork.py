@@ -86,7 +86,7 @@ def fork(path: Path, saved: dict, digest: str, given: dict) -> RunDir:
             for option in changed & settings.keys():  # the resume then takes it from the code, as one that is new there
                 del settings[option], group[option]
     about["summary"]["last"].pop("best", None)
-    saved |= {"best": None, "best_step": 0, "bad_validations": 0}  # the file of the best one is the parent's
+    saved |= {"best": None, "best_step": 0, "to_beat": None, "bad_validations": 0}  # best.ckpt is the parent's
     cli.words_of_launcher()  # unsets what a job of Slurm has set: Fabric would wait for other processes
     with ExitStack() as resources, cli.as_config_error(config, "root_dir", "out_dir", kinds=(OSError,)):
         run = RunDir(Fabric(accelerator="cpu", devices=1), config, resources)

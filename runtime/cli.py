@@ -278,8 +278,8 @@ def read_config(cls: type, run_dir: Path) -> Any:
 
 
 def config_of(cls: type, text: str) -> Any:
-    """The config in the text of a config.yaml. Options that are gone from the code are ignored; new ones take their
-    defaults, and are printed. Raises ConfigError if the text is damaged."""
+    """The config in the text of a config.yaml. Options that are gone from the code are ignored, new ones take their
+    defaults; a line names both. Raises ConfigError if the text is damaged."""
     if CONFIG_END not in text:
         raise ConfigError("is damaged, or of an older version of the template: its last line is missing")
     defaults = cls()
@@ -288,8 +288,17 @@ def config_of(cls: type, text: str) -> Any:
     new = [name for name in names if name not in options]
     if new:
         say(f"options that are new in the code take their defaults: {', '.join(new)}")
+    gone = gone_options(options, defaults)
+    if gone:
+        say(f"options that are gone from the code are ignored: {', '.join(f'{name} {gone[name]}' for name in gone)}")
     known = {name: value for name, value in options.items() if name in names}
     return replace(defaults, parse(cls, words_of(cls, known)))
+
+
+def gone_options(options: dict, config: Any) -> dict:
+    """Those of the options of a config.yaml that the config does not have."""
+    names = values_of(config)
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def parse_train(cls: Any, argv: list[str]) -> Any:

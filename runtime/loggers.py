@@ -4,6 +4,7 @@ resume, a logger drops the rows after `last_step`, which are logged again."""
 import csv
 import os
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -50,14 +51,14 @@ def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, sizes: dict
         device = torch.cuda.get_device_name(fabric.device)
         if torch.get_float32_matmul_precision() == "high" and torch.cuda.is_tf32_supported():
             precision += ", float32 products in TF32"
-    layers = model if config.summary else "model"
     others = "".join(f"; {name}, {size:,}" for name, size in sizes.items() if name != "model" and size)
     micro_batches = f"{plan.micro_batch_size} micro_batch_size x {plan.grad_accum_steps} grad_accum_steps"
     rule = f"rule {config.lr_scaling_rule}, after {config.warmup_epochs * plan.steps_per_epoch:g} steps of warm-up"
     epochs = plan.total_steps / plan.steps_per_epoch
     lines = [
         f"{plan.world_size} x {device}, {config.num_threads} CPU thread(s), precision {precision}",
-        f"{layers}, {sizes.get('model', 0):,} parameters{others}",
+        *(layers_of(model) if config.summary else []),
+        f"model, {sizes.get('model', 0):,} parameters{others}",
         f"{plan.train_samples:,} training samples, {plan.val_samples:,} validation samples",
         f"effective_batch_size {plan.effective_batch_size} = {plan.world_size} device(s) x {micro_batches}",
         f"lr {plan.peak_lr:g} = base_lr {config.base_lr:g} scaled by {rule}",
@@ -70,6 +71,17 @@ def header(fabric: Fabric, config: Any, plan: Any, model: nn.Module, sizes: dict
     return lines
 
 
+def layers_of(model: nn.Module) -> list[str]:
+    """A line for each module in the model: its name, its class, and its number of parameters."""
+    lines = []
+    for name, module in model.named_modules():
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if name not in ("", "_orig_mod"):  # the model itself, also within a compiled one
+            kind = f"{type(module).__name__}({module.extra_repr()})"
+            lines.append(f"{name.removeprefix('_orig_mod.')} {kind}, {size:,} parameters")
+    return lines
+
+
 def format_row(names, values) -> str:
     """A line of a table, with each value right-aligned under its name; with the names as values, the header."""
     cells = []
@@ -77,6 +89,17 @@ def format_row(names, values) -> str:
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
         cells.append(text.rjust(max(len(name), 10)))
     return "  ".join(cells)
+
+
+def fitting(names: list[str], kept: list[str]) -> list[str]:
+    """The names whose columns fit in a line of the terminal, or in 80 characters if there is none; first those of
+    `kept`, which are never left out."""
+    room = shutil.get_terminal_size().columns
+    chosen = [name for name in names if name in kept]
+    for name in names:
+        if name not in chosen and len(format_row([*chosen, name], [*chosen, name])) <= room:
+            chosen.append(name)
+    return [name for name in names if name in chosen]
 
 
 class Console:
@@ -88,7 +111,8 @@ class Console:
         self.monitor = monitor
         self.is_terminal = is_rank_zero and sys.stderr.isatty()
         self.log: Any = StringIO()  # until there is a run directory
-        self.columns: list = []
+        self.names: list = []  # of the last row
+        self.columns: list = []  # those of its names that are in the table
         self.shown: dict = {}
         self.printed = time.monotonic()
         self.bar = tqdm(
@@ -117,15 +141,19 @@ class Console:
         self.log.flush()
 
     def table(self, row: dict, step: int):
-        """Prints the losses and metrics of a row; also their names, if they are not those of the row before."""
+        """Prints the losses and metrics of a row, as many as fit in a line of the terminal; also their names, if they
+        are not those of the row before."""
         results = {name: value for name, value in scalars_of(row).items() if name.startswith(("train/", "val/"))}
         results.pop("train/grad_norm", None)
         cells = {"epoch": row["epoch"], "step": step, **results, "lr": row["lr"]}
-        columns = list(cells)
-        if columns != self.columns:
-            self.columns = columns
-            self.print(format_row(columns, columns))
-        self.print(format_row(columns, cells.values()))
+        if list(cells) != self.names:
+            self.names = list(cells)
+            self.columns = fitting(self.names, ["epoch", "step", self.monitor, "train/loss", "val/loss"])
+            others = [name for name in self.names if name not in self.columns]
+            if others:
+                self.print(f"logged, but not in this table, which is as wide as the terminal: {', '.join(others)}")
+            self.print(format_row(self.columns, self.columns))
+        self.print(format_row(self.columns, [cells[name] for name in self.columns]))
 
     def update(self, row: dict):
         """Advances the progress bar by a step. It shows the latest loss and monitored value."""

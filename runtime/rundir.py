@@ -22,11 +22,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.fabric import Fabric
 from torch import nn
 
 from runtime import checkpoints
-from runtime.cli import CODE, ROOT, SOURCES, as_config_error, named_folders, newest_run, read_summary, say, to_yaml
+from runtime.cli import (
+    CODE,
+    ROOT,
+    SOURCES,
+    as_config_error,
+    gone_options,
+    named_folders,
+    newest_run,
+    read_summary,
+    read_yaml,
+    say,
+    to_yaml,
+)
 from runtime.errors import ConfigError, RunError
 from runtime.files import as_run_error, atomically, lock, write_json
 from runtime.launch import (
@@ -335,7 +348,8 @@ class RunDir:
             if needs_all and without and any(tensor.grad is not None for tensor in tensors.values()):
                 raise RunError(
                     f"{', '.join(without)}: no gradient in the first step; "
-                    "if that is right, give --strategy ddp_find_unused_parameters_true"
+                    "if that is right, give --strategy ddp_find_unused_parameters_true, "
+                    "or requires_grad_(False) to what is never trained"
                 )
         optimizers = [self.state[name] for name in self.description["optimizers"]]
         trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
@@ -391,7 +405,12 @@ class RunDir:
             self.files.push(partial(finalize, logger))
 
     def write_config(self):
-        with atomically(self.path / "config.yaml") as file:
+        """Writes config.yaml. That of a resumed run keeps the options that are gone from the code: they may have been
+        renamed."""
+        path = self.path / "config.yaml"
+        gone = gone_options(read_yaml(path.read_text()), self.config) if path.exists() else {}
+        with atomically(path) as file:
+            file.write(yaml.safe_dump(gone, sort_keys=False) if gone else "")
             file.write(self.config_text)
 
     # ---- now and then

@@ -85,6 +85,22 @@ def test_the_names_come_again_where_the_columns_change(tmp_path, capsys):
     assert (tmp_path / "train.log").read_text() == printed
 
 
+def test_the_table_is_no_wider_than_the_terminal_and_names_what_it_leaves_out(capsys, monkeypatch):
+    """The losses and the monitored value are always there, then come others, as far as they fit."""
+    monkeypatch.setenv("COLUMNS", "80")
+    console = Console(True, 0, 10, "val/last", ExitStack())
+    others = {f"train/auxiliary_loss_{number}": 1.0 for number in range(9)}
+    console.table({"epoch": 1.0, "lr": 0.1, "train/loss": 0.5, **others, "val/loss": 0.25, "val/last": 3.0}, 1)
+    told, names, values = capsys.readouterr().out.splitlines()
+    assert names.split() == ["epoch", "step", "train/loss", "val/loss", "val/last", "lr"]
+    assert values.split() == ["1", "1", "0.5", "0.25", "3", "0.1"]
+    assert told.endswith(f": {', '.join(others)}")
+    monkeypatch.setenv("COLUMNS", "120")
+    console = Console(True, 0, 10, "val/last", ExitStack())
+    console.table({"epoch": 1.0, "lr": 0.1, "train/loss": 0.5, **others, "val/loss": 0.25, "val/last": 3.0}, 1)
+    assert "train/auxiliary_loss_0  " in capsys.readouterr().out.splitlines()[1]
+
+
 def test_a_value_longer_than_its_name_keeps_its_digits():
     assert format_row(["lr"], [2.7277393194555355e-05]) == "2.7277e-05"
 

@@ -355,7 +355,8 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
     error = run(f"{repo}/train.py {SMALL} {ON_2}", cwd, code=1).stderr
     words = (
         "model.unused.weight (2, 4), model.unused.bias (2,): no gradient in the first step; "
-        "if that is right, give --strategy ddp_find_unused_parameters_true"
+        "if that is right, give --strategy ddp_find_unused_parameters_true, "
+        "or requires_grad_(False) to what is never trained"
     )
     assert_told_by_ranks(error, words)
     assert not [*cwd.iterdir()]

@@ -393,8 +393,8 @@ def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
     program = insert_before(tmp_path / "program", "layers", "self.unused = nn.Linear(2, 2)")
     error = run(f"{program}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr
     names = "model.unused.weight (2, 2), model.unused.bias (2,)"
-    advice = "if that is right, give --strategy ddp_find_unused_parameters_true"
-    assert_told_by_ranks(error, f"{names}: no gradient in the first step; {advice}")
+    advice = "give --strategy ddp_find_unused_parameters_true, or requires_grad_(False) to what is never trained"
+    assert_told_by_ranks(error, f"{names}: no gradient in the first step; if that is right, {advice}")
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
     done = run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
     assert "did not find any unused parameters" not in done.stderr  # DDP's advice to take the option away again

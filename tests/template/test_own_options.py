@@ -77,6 +77,18 @@ def written(cwd: Path) -> dict:
     return {name: options[name] for name in WRITTEN}
 
 
+def test_options_that_are_gone_are_named_and_stay_in_config_yaml(program, tmp_path):
+    """So the value of an option that was renamed is not lost. It holds again once the option is back."""
+    call(f"{program}/train.py {SMALL} --max_steps 2 {OTHERS}", tmp_path)
+    for steps in (3, 4):
+        printed = call(f"train.py --resume train_out --max_steps {steps}", tmp_path).stdout
+        assert "options that are gone from the code are ignored: optim.momentum 0.5, optim.nesterov true, " in printed
+        assert (run_dir(tmp_path) / "config.yaml").read_text().count("momentum") == 1
+    printed = call(f"{program}/train.py --resume train_out --max_steps 5", tmp_path).stdout
+    assert "gone" not in printed and "optim" not in printed
+    assert written(tmp_path) == WRITTEN
+
+
 # ---- the template's own options have bounds, and others have none
 
 

@@ -518,6 +518,18 @@ def test_patience_counts_the_validations_since_the_best_one(tmp_path):
     assert "finished after 28 of 32 steps, best val/figure 2 at step 16" in printed
 
 
+def test_small_gains_count_for_early_stopping_once_they_add_up_to_min_delta(tmp_path):
+    """The first figure is that of the validation before the training. The best checkpoint is the best by any gain."""
+    figures = "[0, 1, 0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0]"  # lower by more than 0.35: 0.6, but not 0.3
+    program = insert_before(tmp_path / "program", "functions", f"FIGURES = iter({figures})\n\n\n")
+    loss = '{"loss": F.cross_entropy(logits, targets), "figure": 0 if model.training else next(FIGURES)}'
+    replace(program, "values", loss)
+    options = f"{SMALL} --epochs 8 --limit_val_batches 1 --monitor val/figure --monitor_mode min"
+    options += " --early_stopping_patience 3 --early_stopping_min_delta 0.35"
+    printed = call(f"{program}/train.py {options}", tmp_path).stdout
+    assert "finished after 28 of 32 steps, best val/figure 0.3 at step 28" in printed
+
+
 # ---- debugging
 
 
@@ -548,9 +560,13 @@ def test_the_first_validation_has_as_many_batches_as_asked_for_but_one_at_least(
 
 
 def test_the_summary_shows_layers_and_the_number_of_parameters(runs):
-    parameters = sum(tensor.numel() for tensor in weights(runs("defaults").cwd).values())
-    for text in ("Conv2d", "Dropout", "Linear", f"{parameters:,} parameters"):
-        assert text in runs("fast").out
+    tensors = weights(runs("defaults").cwd)
+    first = tensors["layers.0.weight"].numel() + tensors["layers.0.bias"].numel()
+    assert (
+        f"\nlayers.0 Conv2d(1, 32, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)), {first:,} " in runs("fast").out
+    )
+    assert re.search(r"^layers\.\d Dropout\(.*\), 0 parameters$", runs("fast").out, re.MULTILINE)
+    assert f"\nmodel, {sum(tensor.numel() for tensor in tensors.values()):,} parameters\n" in runs("fast").out
 
 
 @pytest.mark.parametrize(
