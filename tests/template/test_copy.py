@@ -14,7 +14,7 @@ from edits import POINTS, copy_programs, insert_after, insert_before, replace, w
 from helpers import RECIPES, REPO, clean_environment, diffs, edited, with_recipe
 from test_own_options import FIELDS, NESTED, with_fields
 
-DIFFS = diffs("README.md")
+DIFFS = diffs("docs/editing.md")
 PATCHES = sorted(path.stem for path in RECIPES.glob("*/*.patch"))
 NEEDS = {"text_classification": "transformers", "mlflow": "mlflow"}  # packages that are not in requirements.txt
 # What a recipe changes in test_project.py, as it says there.

@@ -151,7 +151,7 @@ def blocks(language: str) -> list[str]:
 
 
 FIRST, BAD_OPTION, BAD_CODE, LONG, RESUME = blocks("python")
-*_, USE = re.findall(r"^```python\n(.*?)^```$", (REPO / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+*_, USE = re.findall(r"^```python\n(.*?)^```$", (REPO / "docs" / "editing.md").read_text(), re.DOTALL | re.MULTILINE)
 PDB, POST_MORTEM = (shlex.split(line, comments=True)[1:] for block in blocks("bash") for line in block.splitlines())
 
 

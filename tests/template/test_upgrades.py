@@ -156,12 +156,14 @@ def versions(tmp_path_factory) -> Path:
 
 
 def edited_copy(versions: Path, version: str, folder: Path, deletes: bool) -> Path:
-    """A copy of a version of the template with all edits of its README.md; `deletes`: and without what its README.md
+    """A copy of a version of the template with all edits that its pages show; `deletes`: and without what its README.md
     deletes."""
     clone = CLONE.replace("URL", str(versions))
     project = Path(shell(f"{clone}; git reset --quiet --hard {version}; pwd", folder).splitlines()[-1])
     page = (project / "README.md").read_text()
-    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    editing = project / "docs" / "editing.md"  # in older versions they are in README.md
+    shown = editing.read_text() if editing.exists() else page
+    diffs = re.findall(r"^```diff\n(.*?)^```$", shown, re.DOTALL | re.MULTILINE)
     assert len(diffs) > 3
     apply("".join(diffs), project)
     if deletes:
