@@ -1,5 +1,5 @@
-"""What README.md and docs/editing.md show is true: the edits apply to the code as it is and run, and so do the commands,
-in their order. README.zh-CN.md shows the same as README.md."""
+"""What README.md and docs/editing.md show is true: the edits apply to the code as it is and run, and so do the
+commands, in their order. README.zh-CN.md shows the same as README.md."""
 
 import os
 import re
