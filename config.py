@@ -127,7 +127,7 @@ class Debugging:
     limit_val_batches: int | float = 1.0  # Effective batches per validation; 0: none, then monitor train/loss
     # Validation batches before the first step, at least 1 runs; give more if a metric needs all classes
     num_sanity_val_steps: int = 2
-    summary: bool = False  # Print the model's layers and its number of parameters
+    summary: bool = False  # Print the modules of the model, each with its number of parameters
 
 
 # dataclass takes the fields of the last base first.
