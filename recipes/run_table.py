@@ -138,17 +138,35 @@ def differing(runs: list[dict]) -> list[str]:
     return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
 
 
+def has_name(run: dict, text: str) -> bool:
+    """Whether a run has this name, with the time or without it, or this path; `*` is any text."""
+    names = (run["run"], re.sub(TIMESTAMP, "", run["run"]))
+    is_path = "/" in text and Path(text).absolute() == run["path"].absolute()
+    return is_path or text in names or any(fnmatchcase(name, text) for name in names)
+
+
+def named(runs: list[dict], text: str) -> list[dict]:
+    """The runs of this name; if there are none, those that have it in their names."""
+    return [run for run in runs if has_name(run, text)] or [run for run in runs if has_name(run, f"*{text}*")]
+
+
 def chosen(runs: list[dict], text: str) -> list[dict]:
-    """The runs that pass a filter such as `width=64`, `run=*-base`, `state!=failed`, `best>=0.9`; a text without a
-    comparison is a part of their names. Raises ConfigError if there is none."""
+    """The runs that pass a filter such as `width=64`, `run=base`, `state!=failed`, `best>=0.9`; a text without a
+    comparison is a name, or a part of some. Raises ConfigError if there is none."""
     found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
-    key, comparison, wanted = found.groups() if found else ("run", "=", f"*{text}*")
+    key, comparison, wanted = found.groups() if found else ("run", "=", text)
     names = dict.fromkeys(name for run in runs for name in run)
-    if key not in names:
-        raise ConfigError(f"{text}: choose from {', '.join(names)}")
-    left = [run for run in runs if passes(run.get(key), comparison, wanted)]
+    if key not in names:  # a name may have `=` in it
+        left = named(runs, text)
+    elif key == "run" and comparison in ("=", "!="):
+        paths = [run["path"] for run in named(runs, wanted)]
+        left = [run for run in runs if (run["path"] in paths) == (comparison == "=")]
+    else:
+        left = [run for run in runs if passes(run.get(key), comparison, wanted)]
+        left = left or [run for run in runs if has_name(run, text)]
     if not left:
-        raise ConfigError(f"{text}: no run is left")
+        problem = "no run is left" if key in names else f"choose from {', '.join(names)}"
+        raise ConfigError(f"{text}: {problem}")
     return left
 
 
@@ -158,7 +176,7 @@ def passes(value, comparison: str, wanted: str) -> bool:
     limit = number(wanted)
     if comparison in ORDER:
         return isinstance(ours, float) and isinstance(limit, float) and ORDER[comparison](ours, limit)
-    is_equal = ours == limit or fnmatchcase(str(value), wanted)
+    is_equal = ours == limit or fnmatchcase(str(value), wanted.replace("…", "*"))  # as the table cuts a long text
     return is_equal == (comparison == "=")
 
 
@@ -216,13 +234,13 @@ def cell(name: str, value) -> str:
 
 
 def narrow(name: str, texts: list[str]) -> list[str]:
-    """A title broken at its underscores, and long texts without their middle. Names of runs are not cut: they lose the
+    """A title broken into lines, and long texts without their middle. Names of runs are not cut: they lose the
     time, if they still differ then."""
     if name == "run":
         names = [re.sub(TIMESTAMP, "", text) for text in texts]
         return [name, *(names if len({*names}) == len({*texts}) else texts)]
     cut = [text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]}…{text[-LONGEST // 2 :]}" for text in texts]
-    return [name.replace("_", "\n"), *cut]
+    return [re.sub("([_.])", r"\1\n", name), *cut]
 
 
 def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Collection[str] = ()) -> None:

@@ -54,6 +54,11 @@ def runs(folder: Path, options: str = "", code: int = 0, columns: int = 80) -> s
         return call(f"recipes/runs.py {folder} {options}", folder, code)
 
 
+def runs_of(*words: str) -> str:
+    """What runs.py prints, given words that may have spaces in them."""
+    return subprocess.check_output([sys.executable, REPO / "recipes" / "runs.py", *words], text=True)
+
+
 def table(folder: Path, options: str = "") -> list[dict]:
     return list(csv.DictReader(io.StringIO(runs(folder, f"{options} --format csv").stdout)))
 
@@ -490,6 +495,66 @@ def test_diff_shows_the_code_that_differs(program: Path, cwd: Path):
     (program / "mine.py").write_text("x = 1\n")
     call(f"{program}/train.py --resume after --epochs 3", cwd)
     assert "+x = 1" in runs(cwd, "--diff before after").stdout.splitlines()  # the code of before, once more
+
+
+# ---- what is shown is accepted
+
+
+def named(folder: Path, *names: str) -> list[str]:
+    """Makes runs of these names, which differ in width, and returns the full ones."""
+    paths = [make(folder, number, [0.5], width=number) for number in range(len(names))]
+    return [path.rename(f"{path}".removesuffix("x") + name).name for path, name in zip(paths, names, strict=True)]
+
+
+NAMES = ("base", "base-2", "lr=0.1", "width=4-seed=1", "width=4-seed=10", "of[1]", "on 2 gpus")
+
+
+@pytest.mark.parametrize("number, name", [*enumerate(NAMES)])
+def test_a_name_is_accepted_as_it_is_shown(number: int, name: str, tmp_path: Path):
+    """With the time and without it, also where it is the beginning of another one, and where it looks like a filter."""
+    full = named(tmp_path, *NAMES)[number]
+    for text in (name, full, f"{tmp_path / full}/"):
+        words = [f"{tmp_path}", "--columns", "run", "--format", "csv", "--filter"]
+        for filter in (text, f"run={text}"):
+            assert runs_of(*words, filter).splitlines()[1:] == [full]
+        assert full not in runs_of(*words, f"run!={text}")
+        printed = runs_of(f"{tmp_path}", "--diff", text, full)
+        assert printed == "value\nall the same\n\npackage\nall the same\n\ncode\nnot kept\n"
+
+
+def test_each_line_of_a_name_that_is_broken_is_accepted(tmp_path: Path):
+    name = "-".join(f"option{number}=0.{number}" for number in range(7))
+    full, _ = named(tmp_path, name, name.replace("=", "=1"))
+    *lines, end = [line.split()[0] for line in runs(tmp_path).stdout.splitlines()[2:] if line.startswith("option")]
+    assert "".join([*lines, end]).startswith(name) and lines[0] != name
+    assert [row["run"] for row in table(tmp_path, f"--filter {lines[0]}")] == [full]
+    assert [row["run"] for row in table(tmp_path, f"--filter run={lines[1]}")] == [full]
+
+
+def test_an_option_wins_over_a_name_that_looks_like_one(tmp_path: Path):
+    """`width=4` is never a part of a name, as of `width=40`."""
+    full = named(tmp_path, "width=1", "width=40", "other")
+    assert [row["run"] for row in table(tmp_path, "--filter width=1")] == [full[1]]
+    assert "width=4: no run is left" in runs(tmp_path, "--filter width=4", code=2).stderr
+    assert "colour=1: choose from " in runs(tmp_path, "--filter colour=1", code=2).stderr
+
+
+def test_a_value_that_was_cut_is_accepted(tmp_path: Path):
+    for number in range(2):
+        make(tmp_path, number, [0.5], data_dir=f"/a/long/path/that/leads/to/the/data/set/number{number}")
+    (row,) = table(tmp_path, "--filter data_dir=/a/long…/number1")
+    assert row["run"] == "20260101-000001-x"
+
+
+def test_a_title_that_is_broken_is_the_name_of_its_column(tmp_path: Path):
+    for number in range(2):
+        path = make(tmp_path, number, [0.5], optim={"base_lr": number / 10, "momentum": number / 20})
+        path.rename(f"{path}-with-a-name-that-fills-much-of-a-terminal")
+    titles = [line[25:].split() for line in runs(tmp_path, columns=110).stdout.splitlines()[1:4]]
+    assert "optim." in titles[0] and "momentum" in titles[1]
+    assert runs(tmp_path, "--columns optim.momentum best --sort optim.momentum --filter optim.base_lr>0").stdout == (
+        "best: max val/accuracy\noptim.momentum  best\n0.05            0.5\n"
+    )
 
 
 # ---- two groups of runs
