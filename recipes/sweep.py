@@ -3,8 +3,9 @@
 python recipes/sweep.py sweep.yaml --trials 30 --jobs 2 -- --epochs 10
 
 sweep.yaml has options of train.py: a list holds values to choose from, a mapping a range. Anything else is given to
-every run, as is what stands behind `--`; what is searched wins. Points are compared by the best value of `monitor`, and
-`monitor_mode`, which is given with it, says whether that is the maximum or the minimum.
+every run, as is what stands behind `--`; what is searched wins. Options of a nested dataclass are nested or have a dot,
+as in a config file. Points are compared by the best value of `monitor`, and `monitor_mode`, which is given with it,
+says whether that is the maximum or the minimum.
 
     base_lr: {low: 1e-4, high: 1e-1, log: true}
     width: {low: 16, high: 64, step: 16}
@@ -41,6 +42,7 @@ sys.path.insert(0, str(REPO))
 from config import TrainConfig  # noqa: E402 - they import no torch
 from runtime import cli  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
+from runtime.options import values_of  # noqa: E402
 
 try:
     import optuna.storages.journal
@@ -72,6 +74,16 @@ def distribution(name: str, choice: list | dict) -> Any:
         raise ConfigError(f"{name}: {error}; give [1, 2], or {{low: 1, high: 2}} with log: true or step: 1") from None
 
 
+def flat(content: dict, group: str = "") -> dict:
+    """The lines of a YAML by option: those of a nested dataclass have its field's name and a dot before their own."""
+    found = {}
+    for key, value in content.items():
+        name = f"{group}{key}"
+        is_group = any(option.startswith(f"{name}.") for option in values_of(TrainConfig()))
+        found |= flat(value, f"{name}.") if is_group and isinstance(value, dict) else {name: value}
+    return found
+
+
 def combinations(choices: dict) -> list[dict]:
     """All combinations of the values of some options."""
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
@@ -90,6 +102,7 @@ class Sweep:
             content = yaml.safe_load(Path(args.file).read_text())
             if not isinstance(content, dict):
                 raise ConfigError("expected lines of `option: value`")
+            content = flat(content)
             choices = {name: value for name, value in content.items() if isinstance(value, (list, dict))}
             fixed = {name: value for name, value in content.items() if name not in choices}
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}

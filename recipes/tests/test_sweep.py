@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from edits import insert_before, with_text
 from helpers import PREEMPTED, REPO, call, is_running, kill_group, run, run_forked_sweep, start, wait_for
 
 optuna = pytest.importorskip("optuna")
@@ -312,6 +313,67 @@ def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
     for path in tmp_path.glob("*/config.yaml"):
         options = yaml.safe_load(path.read_text())
         assert options["seed"] == 1 and path.parent.name.endswith(f"={options['comment'].replace(' ', '_')}.yaml")
+
+
+NESTED = """@dataclass(frozen=True)
+class DecayConfig:
+    factor: float = 0.1
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    momentum: float = 0.9
+    name: str = "adamw"
+    decay: DecayConfig = DecayConfig()
+
+
+@dataclass(frozen=True)
+class Data:"""
+
+
+@pytest.fixture(scope="module")
+def with_nested_options(tmp_path_factory) -> Path:
+    program = tmp_path_factory.mktemp("nested")
+    insert_before(program, "options", "optim: OptimConfig = OptimConfig()\n")
+    with_text(program, "config.py", ("@dataclass(frozen=True)\nclass Data:", NESTED))
+    (program / "recipes").mkdir()
+    for name in ("sweep.py", "runs.py", "run_table.py"):
+        shutil.copy(REPO / "recipes" / name, program / "recipes")
+    return program
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "optim.momentum: [0.8, 0.7]\noptim.decay.factor: {low: 0.2, high: 0.3}\noptim.name: sgd\n",
+        "optim:\n  momentum: [0.8, 0.7]\n  decay: {factor: {low: 0.2, high: 0.3}}\n  name: sgd\n",
+        "optim: {momentum: [0.8, 0.7], decay.factor: {low: 0.2, high: 0.3}}\noptim.name: sgd\n",
+    ],
+)
+def test_nested_options_have_dots_or_are_a_mapping_as_in_a_config_file(content, with_nested_options, tmp_path):
+    (tmp_path / "s.yaml").write_text(content)
+    run_forked_sweep(f"s.yaml --trials 1 {OPTIONS} --epochs 1", tmp_path, program=with_nested_options)
+    (trial,) = trials(tmp_path, "s")
+    (path,) = tmp_path.glob("*/config.yaml")
+    found = yaml.safe_load(path.read_text())["optim"]
+    assert {*trial.params} == {"optim.momentum", "optim.decay.factor"}
+    assert found["name"] == "sgd" and found["momentum"] == trial.params["optim.momentum"] in (0.8, 0.7)
+    assert 0.2 <= found["decay"]["factor"] == trial.params["optim.decay.factor"] <= 0.3
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("optim: {momentun: [0.8, 0.9]}", "unknown option --optim.momentun; did you mean --optim.momentum?"),
+        ("optim: {momentum: {low: 0.8}}", "'high'; give [1, 2], or {low: 1, high: 2} with"),
+        ("optim: [0.8, 0.9]", "unknown option --optim"),
+    ],
+)
+def test_a_mistake_in_a_nested_option_is_one_line(content, message, with_nested_options, tmp_path):
+    (tmp_path / "s.yaml").write_text(content)
+    error = run_forked_sweep("s.yaml", tmp_path, code=2, program=with_nested_options).stderr
+    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", error)
+    assert os.listdir(tmp_path) == ["s.yaml"]
 
 
 def test_another_search_of_the_same_name_is_refused(alone):
