@@ -14,6 +14,8 @@ says whether that is the maximum or the minimum.
 Lists alone make a grid. With a range, `--trials` points are drawn by Optuna's TPE (Bergstra et al. 2011). A choice
 between config files is `config_path: [wide.yaml, deep.yaml]`; one that all runs share stands behind `--`.
 
+The runs are named by file, number of the point, and seed, as sweep-7-seed=1; `python recipes/runs.py .` shows the rest.
+
 Runs end with their sweep: on Ctrl-C, or when it is killed, they save and stop. (A sweep that is killed on another
 system than Linux leaves its runs.) The same command goes on with what was stopped, killed or failed, each run once.
 Given several times, or on machines that share the directory, it works on one study, the journal in NAME.sweep/.
@@ -51,6 +53,7 @@ except ImportError as error:
     sys.exit(f"sweep.py: error: {error}: pip install optuna==5.0.0")
 
 MISTAKE, PREEMPTED = 2, 75  # exit codes, as of train.py
+IN_NAME = ("config_path", *AVERAGED)  # of a run: what its config.yaml does not have, and what tells it from the others
 # Linux sends SIGTERM to a run once its sweep has died (PR_SET_PDEATHSIG): it saves and ends.
 LINK = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -189,7 +192,7 @@ class Sweep:
         run_dirs: dict[str, float] = {}  # with their best values
         number = trial.user_attrs["number"]
         for own in [trial.params | averaged for averaged in self.averaged]:
-            shown = [f"{key}={value:.4g}" if type(value) is float else f"{key}={value}" for key, value in own.items()]
+            shown = [f"{key}={own[key]}" for key in IN_NAME if key in own]
             name = re.sub(r"[^\w.=+-]+", "_", "-".join([self.name, str(number), *shown]))
             code, is_pruned = self.run(trial, name, own, output, device, is_first=not run_dirs)
             if self.stopping.is_set():

@@ -89,25 +89,26 @@ def alone(tmp_path_factory) -> Path:
 
 def test_a_grid_trains_each_point_with_each_seed_and_takes_the_mean(alone):
     found = bests(alone)
-    assert {*found} == {f"grid-{n}-width={width}-seed={seed}" for n, width in enumerate((4, 5)) for seed in (1, 2)}
+    assert {*found} == {f"grid-{number}-seed={seed}" for number in (0, 1) for seed in (1, 2)}
     for trial in trials(alone):
-        number, width = trial.user_attrs["number"], trial.params["width"]
-        values = [found[f"grid-{number}-width={width}-seed={seed}"] for seed in (1, 2)]
+        number = trial.user_attrs["number"]
+        assert trial.params["width"] == (4, 5)[number]
+        values = [found[f"grid-{number}-seed={seed}"] for seed in (1, 2)]
         assert trial.value == pytest.approx(sum(values) / 2)
 
 
 def test_the_last_lines_name_the_runs_of_the_best_trial_and_evaluate_them(alone):
     *_, best, first, second = (alone / "printed").read_text().splitlines()
     found = max(trials(alone), key=lambda trial: trial.value)
-    width = found.params["width"]
-    assert best == f"best val/accuracy {found.value:.5g} of 2 trials: {{'width': {width}}}"
+    number = found.user_attrs["number"]
+    assert best == f"best val/accuracy {found.value:.5g} of 2 trials: {found.params}"
     for line, seed in ((first, 1), (second, 2)):
-        command = re.fullmatch(rf"next: python (test.py --out_dir \d+-\d+-grid-\d-width={width}-seed={seed})", line)[1]
+        command = re.fullmatch(rf"next: python (test.py --out_dir \d+-\d+-grid-{number}-seed={seed})", line)[1]
         assert "best.ckpt on 380 test samples" in call(f"{command} --accelerator cpu", alone).stdout
 
 
 def test_the_journal_and_the_outputs_are_in_one_folder(alone):
-    assert {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-\d-width", path.name)} == {
+    assert {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-\d-seed", path.name)} == {
         "grid.yaml", "printed", "grid.sweep"
     }  # fmt: skip
     assert {path.name for path in (alone / "grid.sweep").iterdir()} == {"journal", "0.log", "1.log"}
@@ -183,7 +184,7 @@ def test_a_run_that_has_not_ended_with_its_sweep_is_waited_for(cwd):
     os.kill(held, signal.SIGCONT)
     out, err = process.communicate()
     assert process.returncode == 0 and out.startswith("trial 0: "), out + err
-    assert {*bests(cwd)} == {"grid-0-width=4", "grid-1-width=5"}
+    assert {*bests(cwd)} == {"grid-0", "grid-1"}
 
 
 def test_the_same_command_goes_on_with_points_that_were_drawn(cwd):
@@ -240,11 +241,11 @@ def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(numb
     os.kill(pid, number)
     out, err = process.communicate()
     assert process.returncode == 1, out + err
-    assert f"trial 0: grid-0-width=4 ended with code {code}, see grid.sweep/0.log: " in out
+    assert f"trial 0: grid-0 ended with code {code}, see grid.sweep/0.log: " in out
     assert out.startswith("points to train: 1 of 1, runs: 1; ")
     assert out.endswith("1 of 1 points have no result yet: the same command goes on with them\n")
     out = run(command, cwd).stdout
-    assert {*bests(cwd)} == {"grid-0-width=4"}  # in one directory
+    assert {*bests(cwd)} == {"grid-0"}  # in one directory
     assert "resumed from" in (run_dir / "train.log").read_text()
     assert f"next: python test.py --out_dir {run_dir.name}\n" in out
 
@@ -259,7 +260,7 @@ def test_the_same_command_goes_on_with_a_run_whose_disk_was_full(tmp_path):
     out, err = limited.communicate()
     assert limited.returncode == 1 and out.count("File too large") == 2, out + err
     run(command, tmp_path)
-    assert {*bests(tmp_path)} == {"grid-0-width=64", "grid-1-width=65"}
+    assert {*bests(tmp_path)} == {"grid-0", "grid-1"}
 
 
 def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
@@ -279,7 +280,7 @@ def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     *others, last = trials(tmp_path, "p")
     assert [trial.state.name for trial in others] == ["COMPLETE"] * 5 and last.state.name == "PRUNED"
     (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
-    assert "base_lr=1e-09" in stopped.name and [*stopped.glob("checkpoints/step-*")]
+    assert stopped.name.endswith("-p-5") and [*stopped.glob("checkpoints/step-*")]
 
 
 def test_points_of_ranges_are_drawn(tmp_path):
@@ -289,6 +290,18 @@ def test_points_of_ranges_are_drawn(tmp_path):
     for trial in trials(tmp_path, "s"):
         assert 1e-3 <= trial.params["base_lr"] <= 1e-2 and trial.params["width"] in (4, 6, 8)
     assert len(bests(tmp_path)) == 2
+
+
+def test_a_table_of_80_columns_shows_what_was_searched(tmp_path, monkeypatch):
+    ranges = {"base_lr": (1e-3, 1e-2), "dropout": (0.1, 0.5), "weight_decay": (0.01, 0.1), "warmup_epochs": (0.1, 0.5)}
+    lines = [f"{name}: {{low: {low}, high: {high}}}\n" for name, (low, high) in ranges.items()]
+    (tmp_path / "search.yaml").write_text("".join(lines) + "seed: [1, 2]\n")
+    run_forked_sweep(f"search.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call("recipes/runs.py .", tmp_path).stdout.splitlines()
+    titles = ["run", "seed", "dropout", "base_", "warmup_", "weight_", "best", "state"]
+    assert lines[1].split() == titles and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[3:7]] == [f"search-{n}-seed={seed}" for n in (0, 1) for seed in (1, 2)]
 
 
 def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_path):
@@ -387,7 +400,7 @@ def test_root_dir_is_that_of_the_study_too_and_null_is_read_as_in_a_config_file(
     shared = "--epochs 1 --root_dir there --max_grad_norm 1 --width 4"
     printed = run_forked_sweep(f"s.yaml {OPTIONS} {shared}", tmp_path).stdout
     assert (tmp_path / "there" / "s.sweep" / "journal").exists()
-    (name,) = re.findall(r"next: python test.py --out_dir (there/\d+-\d+-s-0-max_grad_norm=None)\n", printed)
+    (name,) = re.findall(r"next: python test.py --out_dir (there/\d+-\d+-s-0)\n", printed)
     assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["max_grad_norm"] == 0
 
 
