@@ -29,6 +29,7 @@ RESULTS = ("best", "best_step", "step", "time", "state")
 LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step")
 # Values of other metrics, or of other code, cannot be compared: where these differ, that must be seen.
 ALWAYS_SHOWN = ("run", "monitor", "code", "best", "mean", "std", "n", "repeated", "state")
+OF_GROUPS = "((.*/.*_)?(mean|std|n)|repeated)[<>!=]"  # filters of the columns that --group adds
 LONGEST = 16  # characters of a text in a table that is too wide
 TIMESTAMP = r"^\d{8}-\d{6}-"  # with which the name of a run begins
 ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -88,6 +89,26 @@ def read_code(path: Path) -> str | None:
     return ",".join(sorted(folder.name for folder in folders)) or None
 
 
+def read_test(file) -> tuple[int | None, dict[str, float]]:
+    """The step of the checkpoint that test.py has evaluated, and the results that are numbers."""
+    about = dict(json.load(file))
+    results = dict(about["results"])
+    return about["step"], {name: value for name, value in results.items() if isinstance(value, int | float)}
+
+
+def read_tests(path: Path, best_step: int | None) -> dict[str, float]:
+    """The results of all evaluations of a run, as `test/accuracy`; if it was not the best checkpoint, its name is
+    there, too: `val_step-00000190/accuracy`."""
+    found = {}
+    for file in sorted(path.glob("test_*.json")):
+        step, results = read(file, read_test, (None, {}))
+        if file.stem.endswith("_best") and step != best_step:
+            continue  # the run went on, and another one is the best
+        title = file.stem.removeprefix("test_").removesuffix("_best")
+        found |= {f"{title}/{name}": value for name, value in results.items()}
+    return found
+
+
 def read_mode(options: dict) -> str:
     """Whether the "max" or the "min" of the monitored value is best; nothing of options that are damaged."""
     mode = options.get("monitor_mode", "")
@@ -110,7 +131,8 @@ def read_run(path: Path) -> dict:
         run.pop("epochs", None)  # has no effect
     run["code"] = read_code(path)
     run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
-    return run | {"time": summary.get("seconds"), "state": state}
+    run |= {"time": summary.get("seconds"), "state": state}
+    return run | read_tests(path, run["best_step"])
 
 
 def find_runs(folder: Path) -> list[dict]:
@@ -134,8 +156,20 @@ def number(value):
 
 def differing(runs: list[dict]) -> list[str]:
     """What is not the same in all runs that have it, but results."""
-    names = dict.fromkeys(name for run in runs for name in run if name not in NO_COLUMNS + RESULTS)
+    names = dict.fromkeys(name for run in runs for name in run if name not in NO_COLUMNS + RESULTS and "/" not in name)
     return [name for name in names if len({run[name] for run in runs if name in run}) > 1]
+
+
+def tests_of(runs: list[dict]) -> list[str]:
+    """The results of test.py, those of the monitored metric first. Their names alone have a slash."""
+    names = dict.fromkeys(name for run in runs for name in run if "/" in name)
+    return sorted(names, key=lambda name: not is_monitored(name, runs))
+
+
+def is_monitored(name: str, runs: list[dict]) -> bool:
+    """Whether a result, or its mean, is of the metric that the runs monitor, as `test/accuracy` is of val/accuracy."""
+    metric = runs[0].get("monitor", "").rpartition("/")[2]
+    return name in ("best", "mean") or name.endswith((f"/{metric}", f"/{metric}_mean"))
 
 
 def has_name(run: dict, text: str) -> bool:
@@ -163,7 +197,8 @@ def chosen(runs: list[dict], text: str) -> list[dict]:
         left = [run for run in runs if (run["path"] in paths) == (comparison == "=")]
     else:
         left = [run for run in runs if passes(run.get(key), comparison, wanted)]
-        left = left or [run for run in runs if has_name(run, text)]
+        if not left and "run" in names:  # groups have no name
+            left = [run for run in runs if has_name(run, text)]
     if not left:
         problem = "no run is left" if key in names else f"choose from {', '.join(names)}"
         raise ConfigError(f"{text}: {problem}")
@@ -200,19 +235,23 @@ def one_per_seed(runs: list[dict]) -> list[dict]:
 
 
 def grouped(runs: list[dict], names: list[str]) -> list[dict]:
-    """A row for the runs that agree in these options: mean and standard deviation of the best values of n seeds."""
+    """A row for the runs that agree in these options: mean and standard deviation of the best values of n seeds, and of
+    what test.py has found."""
+    results = ["best", *tests_of(runs)]
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
         groups.setdefault(tuple(run.get(name) for name in names), []).append(run)
     rows = []
     for key, members in groups.items():
         counted = one_per_seed(members)
-        values = [run["best"] for run in counted if run["best"] is not None]
         states = Counter(run["state"] for run in counted)
         row = dict(zip(names, key, strict=True))
-        row["mean"] = mean(values) if values else None
-        row["std"] = stdev(values) if len(values) > 1 else None
-        row["n"] = len(values)
+        for name in results:
+            values = [run[name] for run in counted if run.get(name) is not None]
+            title = "" if name == "best" else f"{name}_"
+            row[f"{title}mean"] = mean(values) if values else None
+            row[f"{title}std"] = stdev(values) if len(values) > 1 else None
+            row[f"{title}n"] = len(values)
         row["repeated"] = len(members) - len(counted)
         row["state"] = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         rows.append(row)
@@ -240,7 +279,7 @@ def narrow(name: str, texts: list[str]) -> list[str]:
         names = [re.sub(TIMESTAMP, "", text) for text in texts]
         return [name, *(names if len({*names}) == len({*texts}) else texts)]
     cut = [text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]}…{text[-LONGEST // 2 :]}" for text in texts]
-    return [re.sub("([_.])", r"\1\n", name), *cut]
+    return [re.sub("([_./])", r"\1\n", name), *cut]
 
 
 def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Collection[str] = ()) -> None:

@@ -17,6 +17,10 @@ A run is `running` while its process holds the lock; else `finished` or `failed`
 also by a kill. The results are those of summary.json, which a run renews at most once a second; `time` is that of all
 its starts. Of a fork, `parent` is the run and the step it began with, and `best` that of its own steps.
 
+`test/accuracy` is what test.py has found on the test set with the best checkpoint. With others the name says which:
+`val_step-00000190/accuracy`. It is left out where the run went on and another checkpoint became the best. `--group` has
+`test/accuracy_mean` and `test/accuracy_std`, and `test/accuracy_n` if not all of the n runs were evaluated.
+
 `code` is shown where it differs: the names of the versions of the code, kept in provenance/ of each run. `--group` puts
 runs of other code into other rows, and counts a seed once: of its runs the newest that has finished, or the newest.
 
@@ -41,6 +45,7 @@ from run_table import (
     ALWAYS_SHOWN,
     AVERAGED,
     NO_COLUMNS,
+    OF_GROUPS,
     RESULTS,
     ConfigError,
     cell,
@@ -48,11 +53,13 @@ from run_table import (
     differing,
     find_runs,
     grouped,
+    is_monitored,
     number,
     place,
     print_table,
     read,
     read_mode,
+    tests_of,
 )
 
 MARKS = "0123456789"  # of the runs that --plot draws
@@ -260,16 +267,21 @@ def parse() -> argparse.Namespace:
 def show(runs: list[dict], names: list[str], args: argparse.Namespace) -> None:
     """Prints the table: the runs, or groups of them, with the columns in which they differ and their results."""
     rows = runs
-    shown = ["run", *names, *RESULTS]
+    shown = ["run", *names, "best", *tests_of(runs), *RESULTS[1:]]
     if args.group:
         rows = grouped(runs, [name for name in names if name not in (*AVERAGED, "comment", "parent", "parameters")])
-        shown = [name for name in rows[0] if name != "repeated" or any(row["repeated"] for row in rows)]
+        for text in args.filter:
+            if re.match(OF_GROUPS, text):
+                rows = chosen(rows, text)
+        usual = [name for name in rows[0] if name.endswith("_n") and all(row[name] == row["n"] for row in rows)]
+        usual += ["repeated"] if not any(row["repeated"] for row in rows) else []
+        shown = [name for name in rows[0] if name not in usual]
     known = dict.fromkeys([*shown, *(name for row in rows for name in row)])
     for name in [*args.columns, args.sort or shown[0]]:
         if name not in known:
             raise ConfigError(f"{name}: choose from {', '.join(known)}")
     if args.sort:
-        mode = read_mode(runs[0]) if args.sort in ("best", "mean") else ""
+        mode = read_mode(runs[0]) if is_monitored(args.sort, runs) else ""
         rows = sorted(rows, key=lambda row: place(row.get(args.sort), mode))
     columns = {name: [row.get(name) for row in rows] for name in args.columns or shown}
     if args.format == "csv":
@@ -291,7 +303,8 @@ def main() -> None:
     if not runs:
         raise ConfigError(f"{args.dir}: no run in it")
     for text in args.filter:
-        runs = chosen(runs, text)
+        if not (args.group and re.match(OF_GROUPS, text)):
+            runs = chosen(runs, text)
     if args.diff:
         diff(runs, args.diff)
     elif args.compare:

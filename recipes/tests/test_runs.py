@@ -557,6 +557,114 @@ def test_a_title_that_is_broken_is_the_name_of_its_column(tmp_path: Path):
     )
 
 
+# ---- what test.py has found
+
+
+def evaluate(path: Path, name: str = "test_best", step: int | None = None, **results) -> None:
+    """Writes what test.py does: name is the split and the checkpoint."""
+    best_step = json.loads((path / "summary.json").read_text())["best_step"]
+    about = {"step": best_step if step is None else step, "results": results}
+    (path / f"test_{name}.json").write_text(json.dumps(about))
+
+
+@pytest.fixture
+def tested(sweep: Path) -> Path:
+    """Those runs, evaluated; the accuracy has as many digits as float32."""
+    for number, path in enumerate(sorted(sweep.iterdir())):
+        evaluate(path, loss=1 - number / 10, accuracy=0.8 + number / 81, per_class=[0.5, 0.9], confusion=None)
+    return sweep
+
+
+def test_the_numbers_of_a_test_are_columns(tested: Path):
+    """Beside the best value, and the metric that is monitored first. What has several values is left out."""
+    rows = table(tested)
+    assert [*rows[0]][3:7] == ["best", "test/accuracy", "test/loss", "best_step"]
+    assert [float(row["test/accuracy"]) for row in rows] == [0.8 + number / 81 for number in range(6)]
+    assert [row["run"][14] for row in table(tested, "--filter test/accuracy>0.81 width=32")] == ["1", "2"]
+    assert [row["run"][14] for row in table(tested, "--sort test/accuracy")] == [*"543210"]
+    assert [row["run"][14] for row in table(tested, "--sort test/loss")] == [*"543210"]
+    assert [*table(tested, "--columns test/loss")[0].items()] == [("test/loss", "1.0")]
+    assert ["test/loss", "1.0", "0.5"] in [
+        line.split() for line in runs(tested, "--diff 000000 000005").stdout.splitlines()
+    ]
+
+
+def test_a_group_has_the_mean_and_deviation_of_its_tests(tested: Path):
+    rows = table(tested, "--group --sort test/accuracy_mean")
+    titles = [f"test/{metric}_{kind}" for metric in ("accuracy", "loss") for kind in ("mean", "std")]
+    assert [*rows[0]] == ["width", "mean", "std", "n", *titles, "state"]
+    values = [0.8 + number / 81 for number in range(3, 6)]
+    assert rows[0]["width"] == "64"
+    assert float(rows[0]["test/accuracy_mean"]) == mean(values)
+    assert float(rows[0]["test/accuracy_std"]) == stdev(values)
+    columns = "--columns width test/accuracy_mean test/accuracy_std"
+    lines = runs(tested, f"--group {columns}").stdout.splitlines()
+    assert lines[1].split() == ["width", *titles[:2]] and lines[3].split() == ["64", "0.84938", "0.012346"]
+
+
+def test_groups_are_filtered_by_their_own_columns(tested: Path):
+    """After the runs were, by theirs."""
+    shutil.rmtree(tested / "20260101-000000-x")
+    for filters, expected in {
+        "n>=3": ["64"],
+        "n=2 mean<0.93": ["32"],
+        "test/accuracy_mean>=0.84 state=finished": ["64"],
+        "seed<2 n=1": ["32"],
+    }.items():
+        assert [row["width"] for row in table(tested, f"--group --filter {filters}")] == expected
+    assert "mean>2: no run is left" in runs(tested, "--group --filter mean>2", code=2).stderr
+    assert "mean>0: choose from " in runs(tested, "--filter mean>0", code=2).stderr
+
+
+def test_the_number_of_tests_is_shown_where_it_is_another_one(tested: Path):
+    (tested / "20260101-000000-x" / "test_test_best.json").unlink()
+    rows = table(tested, "--group")
+    assert [(row["n"], row["test/accuracy_n"]) for row in rows] == [("3", "2"), ("3", "3")]
+
+
+def test_a_table_of_80_columns_leaves_out_the_other_metrics_first(tested: Path):
+    lines = runs(tested, "--group").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [lines[number].split() for number in (1, 2, 3)] == [
+        ["width", "mean", "std", "n", "test/", "test/", "test/", "test/", "state"],
+        ["accuracy_", "accuracy_", "loss_", "loss_"],
+        ["mean", "std", "mean", "std"],
+    ]
+
+
+def test_another_split_or_checkpoint_is_in_the_name(tested: Path):
+    path = tested / "20260101-000000-x"
+    evaluate(path, "val_best", accuracy=0.1)
+    evaluate(path, "test_step-00000030", step=30, accuracy=0.2)
+    (row, *others) = table(tested)
+    assert row["val/accuracy"] == "0.1" and row["test_step-00000030/accuracy"] == "0.2"
+    assert {other["val/accuracy"] for other in others} == {""}
+
+
+def test_a_checkpoint_that_is_no_longer_the_best_does_not_count(tested: Path):
+    """The run went on after its test."""
+    change_summary(tested / "20260101-000000-x", best_step=30)
+    assert [bool(row["test/accuracy"]) for row in table(tested)] == [False] + [True] * 5
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"step": 20, "results": 3}'])
+def test_a_damaged_test_does_not_hide_the_others(text: str, tested: Path):
+    (tested / "20260101-000000-x" / "test_test_best.json").write_text(text)
+    done = runs(tested, "--group --format csv")
+    assert "20260101-000000-x/test_test_best.json is damaged: " in done.stderr and "Traceback" not in done.stderr
+    assert [bool(row["test/accuracy"]) for row in table(tested)] == [False] + [True] * 5
+
+
+def test_a_real_test(finished: Path, tmp_path: Path):
+    path = Path(shutil.copytree(finished, tmp_path / finished.name))
+    call(f"test.py --accelerator cpu --out_dir {path}/", tmp_path)
+    call(f"test.py --accelerator cpu --out_dir {path} --split val --checkpoint last", tmp_path)
+    (row,) = table(tmp_path)
+    found = json.loads((path / "test_test_best.json").read_text())["results"]
+    assert float(row["test/accuracy"]) == found["accuracy"] and float(row["test/loss"]) == found["loss"]
+    assert f"val_step-{int(row['step']):08}/loss" in row
+
+
 # ---- two groups of runs
 
 
