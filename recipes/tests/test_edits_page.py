@@ -372,7 +372,7 @@ def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
     assert_same_training(two, one)
 
 
-# ---- torch.export, safetensors, Hugging Face's hub: after the code of README.md
+# ---- torch.export, ONNX, safetensors, Hugging Face's hub: after the code of README.md
 
 
 def python_of(page: str) -> list[str]:
@@ -380,7 +380,7 @@ def python_of(page: str) -> list[str]:
 
 
 *_, LOAD = python_of("README.md")
-EXPORT, SAFETENSORS, PRETRAINED = python_of("recipes/edits.md")
+EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("recipes/edits.md")
 
 
 def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
@@ -400,6 +400,21 @@ for size in (1, 2, 7):
 print("the same")
 """
     assert run_code(EXPORT + check, copy_programs(tmp_path / "program"), tmp_path).endswith("the same\n")
+
+
+def test_a_model_in_onnx_gives_the_same_logits_for_batches_of_any_size(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    call(f"train.py {SMALL} --epochs 1", tmp_path)
+    check = """
+for size in (1, 2, 7):
+    images = torch.stack([dataset[i][0] for i in range(size)])
+    (logits,) = session.run(None, {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), model(images))
+print("the same")
+"""
+    assert run_code(EXPORT + ONNX + check, copy_programs(tmp_path / "program"), tmp_path).endswith("the same\n")
+    assert [path.name for path in tmp_path.glob("model.onnx*")] == ["model.onnx"]  # with the weights in it
 
 
 TIED = """
