@@ -35,6 +35,9 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
+from config import TrainConfig
+from data import build_datasets
+
 PAGE = diffs("recipes/edits.md")
 REFERENCE, NO_DECAY, MUON, EXPONENTIAL, VAL_SETS, HPARAMS, LAZY, SYNC, CHECKPOINTING, *OTHERS, HUB, HUGGING_FACE = PAGE
 IGNORED, THAW, LAST_FIT = OTHERS
@@ -425,7 +428,7 @@ def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
     assert_same_training(two, one)
 
 
-# ---- torch.export, ONNX, safetensors, Hugging Face's hub: after the code of README.md
+# ---- predictions, torch.export, ONNX, safetensors, Hugging Face's hub: after the code of README.md
 
 
 def python_of(page: str) -> list[str]:
@@ -433,7 +436,7 @@ def python_of(page: str) -> list[str]:
 
 
 *_, LOAD = python_of("README.md")
-EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("recipes/edits.md")
+PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("recipes/edits.md")
 
 
 def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
@@ -442,6 +445,34 @@ def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
     load = LOAD.replace("20261122-102325-train_out", run_dir(cwd).name)
     (program / "use.py").write_text(load + code)
     return run(f"{program}/use.py", cwd, **env).stdout
+
+
+def test_predictions_for_inputs_without_labels_are_those_of_test_py_in_the_order_of_their_names(tmp_path):
+    """The best checkpoint is not the last one. The files are made in another order."""
+    call(f"train.py {SMALL}", tmp_path)
+    folder = run_dir(tmp_path)
+    shutil.copy(folder / "checkpoints" / "step-00000012.ckpt", folder / "checkpoints" / "best.ckpt")
+    call("test.py --out_dir train_out --predictions --accelerator cpu", tmp_path)
+    expected, _ = torch.load(folder / "predictions_test_best.pt")
+    images = build_datasets(TrainConfig(), augment=False)["test"].images
+    (tmp_path / "inputs").mkdir()
+    for number in reversed(range(len(images))):
+        torch.save(images[number].clone(), tmp_path / "inputs" / f"{number:03}.pt")
+    run_code(PREDICT, copy_programs(tmp_path / "program"), tmp_path)
+    found = torch.load(tmp_path / "predictions.pt")
+    assert found["names"] == [f"{number:03}.pt" for number in range(len(images))]
+    torch.testing.assert_close(found["logits"], expected)
+
+
+def test_predictions_for_a_tensor_of_inputs(tmp_path):
+    call(f"train.py {SMALL}", tmp_path)
+    call("test.py --out_dir train_out --predictions --accelerator cpu", tmp_path)
+    expected, _ = torch.load(run_dir(tmp_path) / "predictions_test_best.pt")
+    torch.save(build_datasets(TrainConfig(), augment=False)["test"].images, tmp_path / "inputs.pt")
+    code = PREDICT.replace('Files("inputs")', 'torch.load("inputs.pt")')
+    code = code[: code.index("torch.save(")] + "torch.save(logits, 'logits.pt')\n"
+    run_code(code, copy_programs(tmp_path / "program"), tmp_path)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
 def test_an_exported_model_gives_the_same_logits_for_batches_of_any_size(tmp_path):
