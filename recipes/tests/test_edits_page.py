@@ -39,8 +39,8 @@ from config import TrainConfig
 from data import build_datasets
 
 PAGE = diffs("recipes/edits.md")
-REFERENCE, NO_DECAY, MUON, EXPONENTIAL, VAL_SETS, HPARAMS, LAZY, SYNC, CHECKPOINTING, *OTHERS, HUB, HUGGING_FACE = PAGE
-IGNORED, THAW, LAST_FIT = OTHERS
+MEAN, REFERENCE, NO_DECAY, MUON, EXPONENTIAL, VAL_SETS, HPARAMS, LAZY, SYNC, CHECKPOINTING, *OTHERS = PAGE
+IGNORED, THAW, LAST_FIT, HUB, HUGGING_FACE = OTHERS
 TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
@@ -51,6 +51,44 @@ def results(program: Path, cwd: Path, split: str) -> dict:
     call(f"{program}/test.py --accelerator cpu --checkpoint last --split {split}", cwd)
     (path,) = run_dir(cwd).glob(f"test_{split}_*.json")
     return json.loads(path.read_text())["results"]
+
+
+# ---- more than means from compute_loss
+
+
+@pytest.fixture(scope="module")
+def with_mean(tmp_path_factory) -> Path:
+    return edited(MEAN, tmp_path_factory.mktemp("program"))
+
+
+def test_a_buffer_that_the_loop_changes_is_the_mean_of_all_micro_batches_and_processes(with_mean, tmp_path):
+    """After one step: of four micro-batches on one process, of two on each of two. One that `forward` changes counts
+    those of the first process alone."""
+    program = edited(MEAN, tmp_path / "program")
+    append = "        found.append(images.mean(0))\n"
+    keep = '        torch.save(images, f\'{len([*__import__("pathlib").Path().glob("*.pt")])}.pt\')\n'
+    with_text(program, "train.py", (append, append + keep))
+    insert_before(program, "forward", "        self.count += self.training\n")
+    insert_before(program, "layers", '        self.register_buffer("count", torch.zeros(()))\n')
+    with_text(program, "model.py", ("from torch import Tensor, nn\n", "import torch\nfrom torch import Tensor, nn\n"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    run(f"{program}/{LONG} --max_steps 1", one)
+    images = torch.cat([torch.load(path) for path in one.glob("*.pt")])
+    assert len(images) == 64
+    torch.testing.assert_close(weights(one)["mean"], images.mean(0) * 0.01)
+    run(f"{program}/{LONG} --max_steps 1 {ON_2}", two)
+    torch.testing.assert_close(weights(two)["mean"], weights(one)["mean"])
+    assert (weights(one)["count"], weights(two)["count"]) == (4, 2)
+
+
+def test_a_run_with_a_buffer_that_the_loop_changes_is_resumed_evaluated_and_the_same_on_two_processes(
+    with_mean, tmp_path
+):
+    whole, _ = killed_and_resumed(f"{with_mean}/{TWELVE}", tmp_path)
+    assert results(with_mean, whole, "test")["accuracy"] > 0.8
+    one, two = on_one_and_two(f"{with_mean}/{LONG} --max_steps 8", tmp_path)
+    assert_same_training(two, one)
 
 
 # ---- a frozen model that the loss needs
