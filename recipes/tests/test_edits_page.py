@@ -494,20 +494,20 @@ def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
     assert_same_training(two, one)
 
 
-# ---- predictions, torch.export, ONNX, safetensors, Hugging Face's hub: after the code of README.md
+# ---- predictions, torch.export, ONNX, safetensors, Hugging Face's hub: after the code of docs/editing.md
 
 
 def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-*_, LOAD = python_of("README.md")
+(LOAD,) = python_of("docs/editing.md")
 PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("recipes/edits.md")
 
 
 def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
-    """Runs the code of README.md, which loads the weights of the run in `cwd`, and other code after it. Returns what it
-    prints."""
+    """Runs the code of docs/editing.md, which loads the weights of the run in `cwd`, and other code after it. Returns
+    what it prints."""
     load = LOAD.replace("20261122-102325-train_out", run_dir(cwd).name)
     (program / "use.py").write_text(load + code)
     return run(f"{program}/use.py", cwd, **env).stdout
