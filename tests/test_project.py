@@ -44,7 +44,9 @@ from runtime.options import values_of  # noqa: E402
 
 # The options of a run of 10 steps, in epochs of 4. A step has two micro-batches. Every step is logged; 5 and 10 are
 # validated; 3, 6, 9 and 10 are saved. It is killed in step 9, and resumed after step 6, in the middle of
-# an epoch. Add what your project needs, such as a data_dir, or a size for a large model.
+# an epoch. Add what your project needs, such as a data_dir, or a size for a large model. A relative data_dir begins at
+# the repository. Where the data are elsewhere, as for CI, commit a few samples of each set, and add their folder, such
+# as "data_dir": "tests/data". A run takes 64 samples for training and 80 for validation; fewer of the latter do.
 SMALL = {
     "root_dir": ".",
     "out_dir": "run",

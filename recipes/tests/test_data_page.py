@@ -1,10 +1,18 @@
-"""The edit of recipes/data.md: a mean over tokens."""
+"""The edit of recipes/data.md: a mean over tokens; and a few samples for the tests on CI."""
 
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from edits import insert_after, replace
-from helpers import ON_2, SMALL, call, diffs, edited, history, run
+import torch
+from edits import insert_after, replace, with_text
+from helpers import ON_2, REPO, SMALL, call, diffs, edited, history, run
+
+from config import TrainConfig
+from data import build_datasets
 
 pytestmark = pytest.mark.recipes
 (TOKENS,) = diffs("recipes/data.md")
@@ -55,3 +63,28 @@ def test_without_the_edit_it_is_not(tmp_path):
     program = with_ignored_targets(tmp_path / "program")
     whole = losses(program, "", tmp_path / "64")
     assert losses(program, "--micro_batch_size 16", tmp_path / "4 x 16") != pytest.approx(whole, rel=1e-4)
+
+
+def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
+    """With the dataset of README.md as the default, whose folder is not there any more."""
+    (diff,) = [diff for diff in diffs("README.md") if '"mine"' in diff]
+    program = edited(diff, tmp_path / "program")
+    with_text(program, "config.py", ('"mine"] = "digits"', '"mine"] = "mine"'))
+    (tmp_path / "mine").mkdir()
+    for part, dataset in build_datasets(TrainConfig(), augment=False).items():
+        torch.save((dataset.images, dataset.targets), tmp_path / "mine" / f"{part}.pt")
+    (code,) = re.findall(r"^```python\n(import os\n.*?)^```$", (REPO / "recipes/data.md").read_text(), re.M | re.S)
+    subprocess.run([sys.executable, "-c", code.replace("/data/mine", f"{tmp_path}/mine")], cwd=program, check=True)
+    shutil.rmtree(tmp_path / "mine")
+    assert {path.name for path in (program / "tests" / "data").iterdir()} == {"train.pt", "val.pt", "test.pt"}
+
+    (train,) = re.findall(r"^\.venv/bin/python (train\.py .*?)  #", (REPO / ".ci/run").read_text(), re.MULTILINE)
+    assert "No such file" in call(f"{program}/{train}", program, code=2).stderr
+    call(f"{program}/{train} --data_dir tests/data", program)
+    for name in ("test_project.py", "recorded.py", "zygote.py"):
+        shutil.copy(REPO / "tests" / name, program / "tests")
+    with_text(program, "tests/test_project.py", ("SMALL = {\n", 'SMALL = {\n    "data_dir": "tests/data",\n'))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_project.py"]
+    quick = "fast_run or each_validation or in_another_set or finished_run"
+    done = subprocess.run([*command, "-k", quick], cwd=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
