@@ -8,11 +8,12 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from edits import insert_before, with_text
+from edits import copy_programs, insert_before, with_text
 from helpers import PREEMPTED, REPO, call, is_running, kill_group, run, run_forked_sweep, start, wait_for
 
 optuna = pytest.importorskip("optuna")
@@ -231,6 +232,24 @@ def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeyp
 
 
 @pytest.mark.night
+def test_the_commands_of_the_page(tmp_path):
+    """They search, evaluate each run, and show a table as the page does."""
+    section = (REPO / "recipes" / "README.md").read_text().partition("## Searches\n")[2].partition("\n## ")[0]
+    search, commands, printed = re.findall(r"^```\w*\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    program = copy_programs(tmp_path)
+    shutil.copytree(REPO / "recipes", program / "recipes")
+    (program / "sweep.yaml").write_text(search)
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.check_output(["bash", "-ec", commands], cwd=program, env=env, text=True)
+
+    def points(text: str) -> list[list[str]]:  # the titles, and the options and the number of seeds
+        return sorted(words[:2] + words[4:5] for words in map(str.split, text.splitlines()[-5:]))
+
+    assert points(done) == points(printed)
+    assert done.splitlines()[-5].split() == printed.splitlines()[1].split()
+
+
+@pytest.mark.night
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, "75"), (signal.SIGKILL, "-9")])
 def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(number, code, cwd):
     (cwd / "grid.yaml").write_text("width: [4]\n")
@@ -281,6 +300,8 @@ def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     assert [trial.state.name for trial in others] == ["COMPLETE"] * 5 and last.state.name == "PRUNED"
     (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
     assert stopped.name.endswith("-p-5") and [*stopped.glob("checkpoints/step-*")]
+    row = call("recipes/runs.py . --format csv --columns state --filter p-5", tmp_path).stdout
+    assert row == "state\ninterrupted\n"
 
 
 def test_points_of_ranges_are_drawn(tmp_path):
