@@ -29,7 +29,7 @@ RESULTS = ("best", "best_step", "step", "time", "state")
 LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step")
 # Values of other metrics, or of other code, cannot be compared: where these differ, that must be seen.
 ALWAYS_SHOWN = ("run", "monitor", "code", "best", "mean", "std", "n", "repeated", "state")
-OF_GROUPS = "((.*/.*_)?(mean|std|n)|repeated)[<>!=]"  # filters of the columns that --group adds
+OF_GROUPS = "(([^<>!=]+/[^<>!=]+_)?(mean|std|n)|repeated)[<>!=]"  # filters of the columns that --group adds
 LONGEST = 16  # characters of a text in a table that is too wide
 TIMESTAMP = r"^\d{8}-\d{6}-"  # with which the name of a run begins
 ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -173,7 +173,9 @@ def is_monitored(name: str, runs: list[dict]) -> bool:
 
 
 def has_name(run: dict, text: str) -> bool:
-    """Whether a run has this name, with the time or without it, or this path; `*` is any text."""
+    """Whether a run has this name, with the time or without it, or this path; `*` is any text. A group has none."""
+    if "run" not in run:
+        return False
     names = (run["run"], re.sub(TIMESTAMP, "", run["run"]))
     is_path = "/" in text and Path(text).absolute() == run["path"].absolute()
     return is_path or text in names or any(fnmatchcase(name, text) for name in names)
@@ -197,8 +199,7 @@ def chosen(runs: list[dict], text: str) -> list[dict]:
         left = [run for run in runs if (run["path"] in paths) == (comparison == "=")]
     else:
         left = [run for run in runs if passes(run.get(key), comparison, wanted)]
-        if not left and "run" in names:  # groups have no name
-            left = [run for run in runs if has_name(run, text)]
+        left = left or [run for run in runs if has_name(run, text)]
     if not left:
         problem = "no run is left" if key in names else f"choose from {', '.join(names)}"
         raise ConfigError(f"{text}: {problem}")

@@ -19,7 +19,8 @@ its starts. Of a fork, `parent` is the run and the step it began with, and `best
 
 `test/accuracy` is what test.py has found on the test set with the best checkpoint. With others the name says which:
 `val_step-00000190/accuracy`. It is left out where the run went on and another checkpoint became the best. `--group` has
-`test/accuracy_mean` and `test/accuracy_std`, and `test/accuracy_n` if not all of the n runs were evaluated.
+`test/accuracy_mean` and `test/accuracy_std`, and `test/accuracy_n` if not all of the n runs were evaluated. A filter of
+these, or of `mean`, `std` and `n`, chooses groups: `--group --filter 'n>=3'`.
 
 `code` is shown where it differs: the names of the versions of the code, kept in provenance/ of each run. `--group` puts
 runs of other code into other rows, and counts a seed once: of its runs the newest that has finished, or the newest.

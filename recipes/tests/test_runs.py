@@ -614,6 +614,9 @@ def test_groups_are_filtered_by_their_own_columns(tested: Path):
         assert [row["width"] for row in table(tested, f"--group --filter {filters}")] == expected
     assert "mean>2: no run is left" in runs(tested, "--group --filter mean>2", code=2).stderr
     assert "mean>0: choose from " in runs(tested, "--filter mean>0", code=2).stderr
+    error = runs(tested, "--group --filter test/colour_mean>0", code=2).stderr
+    assert "test/colour_mean>0: choose from width, mean, " in error and error.count("\n") == 1
+    assert table(tested, "--group --filter logger_name!=a/b_n=3")
 
 
 def test_the_number_of_tests_is_shown_where_it_is_another_one(tested: Path):
