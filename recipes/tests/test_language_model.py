@@ -17,11 +17,13 @@ from helpers import (
     assert_same_training,
     call,
     imported,
+    imported_train,
     interrupt,
     kill_group,
     on_one_and_two,
     run,
     run_dir,
+    sizes_of_outputs,
     with_recipe,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -127,10 +129,31 @@ def test_the_operations_per_token_are_those_that_torch_counts(width: int, length
     tokens = torch.randint(256, (2, length))
     # The fused attention of the CPU is not counted.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens).logsumexp(dim=2).mean().backward()
+        model(tokens, tokens)[0].backward()
     others = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
     expected = counter.get_total_flops() / tokens.numel() + 6 * others
     assert model_py.flops_per_token(model) == pytest.approx(expected, 1e-6)
+
+
+def test_the_training_gets_the_loss_of_the_logits_without_the_logits(program: Path, monkeypatch):
+    """Of all tensors they would take the most memory. A validation has a metric that needs them."""
+    train = imported_train(program, monkeypatch)
+    model = train.Model(width=16, dropout=0.0)
+    batch = torch.randint(256, (2, 65))
+    assert sizes_of_outputs(train.compute_loss, model, batch) == [()]
+    in_training, _, _ = train.compute_loss(model, batch, None)
+    model.eval()
+    assert sizes_of_outputs(train.compute_loss, model, batch) == [(), (2, 64, 256)]
+    values, count, (logits, targets) = train.compute_loss(model, batch, None)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    assert values["loss"] == in_training["loss"] == expected
+    assert count == 2 and torch.equal(targets, batch[:, 1:])
+
+
+def test_the_loss_is_not_rounded_to_bfloat16(program: Path):
+    model = imported(program, "model").Model(width=16).bfloat16()
+    loss, _ = model(*torch.randint(256, (2, 2, 64)))
+    assert loss.dtype == torch.float32
 
 
 def test_no_token_is_predicted_from_itself_or_a_later_one(program: Path):
@@ -138,7 +161,7 @@ def test_no_token_is_predicted_from_itself_or_a_later_one(program: Path):
     tokens = torch.arange(8)[None]
     changed = tokens.clone()
     changed[0, 5] = 9
-    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    difference = (model(tokens)[1] - model(changed)[1]).abs().amax(dim=(0, 2))
     assert difference[:5].max() == 0 < difference[5:].min()
 
 
@@ -146,7 +169,7 @@ def test_text_is_drawn_from_what_the_model_predicts(program: Path, monkeypatch):
     class Successor(torch.nn.Module):
         def forward(self, tokens):
             assert tokens.shape == (1, 4) and not self.training
-            return 100.0 * torch.nn.functional.one_hot((tokens + 1) % 10, 10)
+            return None, 100.0 * torch.nn.functional.one_hot((tokens + 1) % 10, 10)
 
     model_py = imported(program, "model")
     monkeypatch.setattr(model_py, "LENGTH", 4)

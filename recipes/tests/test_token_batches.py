@@ -20,10 +20,12 @@ from helpers import (
     call,
     history,
     imported,
+    imported_train,
     killed_and_resumed,
     on_one_and_two,
     run,
     run_dir,
+    sizes_of_outputs,
     weights,
     with_recipe,
 )
@@ -121,8 +123,24 @@ def losses_of(model: torch.nn.Module, sequences, indices) -> list[torch.Tensor]:
     losses = []
     for index in indices:
         tokens = sequences.samples[index]
-        losses.append(F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none"))
+        losses.append(model(tokens[None, :-1], tokens[None, 1:])[0])
     return losses
+
+
+def test_the_model_returns_the_losses_of_its_logits_without_the_logits(program: Path, parts: dict, monkeypatch):
+    """Of all tensors they would take the most memory. No metric needs them."""
+    train = imported_train(program, monkeypatch)
+    model = train.Model(256, width=8, dropout=0)
+    batch = parts["train"].__getitems__(np.arange(3))
+    tokens = batch[0]
+    assert sizes_of_outputs(train.compute_loss, model, batch) == [tokens[:, 1:].shape]
+    assert sizes_of_outputs(train.compute_loss, model.eval(), batch) == [tokens[:, 1:].shape]
+    logits = []
+    with model.head.register_forward_hook(lambda module, given, output: logits.append(output)):
+        losses = model(tokens[:, :-1], tokens[:, 1:])
+    expected = F.cross_entropy(logits[0].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), expected)
+    assert model.bfloat16()(tokens[:, :-1], tokens[:, 1:]).dtype == torch.float32  # not rounded
 
 
 def test_it_learns_and_is_evaluated(program: Path, parts: dict, tmp_path: Path):
@@ -202,9 +220,10 @@ def test_padding_changes_nothing(program: Path, parts: dict):
     shortest, longest = sequences.lengths.argmin(), sequences.lengths.argmax()
     tokens, count = sequences.__getitems__(np.array([shortest, longest]))
     assert tokens.shape == (2, sequences.lengths.max() + 1) and count == sequences.lengths[[shortest, longest]].sum()
-    together = model(tokens[:, :-1])
+    together = model(tokens[:, :-1], tokens[:, 1:])
     for row, index in enumerate((shortest, longest)):
-        alone = model(sequences.samples[index][None, :-1])[0]
+        sample = sequences.samples[index]
+        alone = model(sample[None, :-1], sample[None, 1:])[0]
         torch.testing.assert_close(together[row, : len(alone)], alone, atol=1e-6, rtol=0)
 
 

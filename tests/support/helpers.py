@@ -466,6 +466,16 @@ def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("train")
 
 
+def sizes_of_outputs(compute_loss, model: torch.nn.Module, batch) -> list[tuple]:
+    """The sizes of the tensors that leave the model in compute_loss."""
+    found = []
+    with model.register_forward_hook(lambda module, given, output: found.append(output)):
+        compute_loss(model, batch, None)
+    (output,) = found
+    parts = output if isinstance(output, tuple) else (output,)
+    return [tuple(part.shape) for part in parts if part is not None]
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """Where a test puts its copy of the programs."""

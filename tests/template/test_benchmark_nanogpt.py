@@ -25,6 +25,7 @@ from helpers import (
     on_one_and_two,
     run,
     run_dir,
+    sizes_of_outputs,
     with_patch,
 )
 
@@ -153,11 +154,27 @@ def test_each_character_is_predicted_from_those_before_it(program: Path, text: P
     class Successor(torch.nn.Module):
         def forward(self, characters, targets):
             logits = 100.0 * F.one_hot((characters + 1) % 7, 7)
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1))
+            return F.cross_entropy(logits.flatten(0, 1), targets.view(-1))
 
     windows = imported(program, "characters").build_characters(str(text), 64)["val"].__getitems__(np.array([0, 1]))
-    values, count, outputs = imported_train(program, monkeypatch).compute_loss(Successor(), windows, config=None)
-    assert values["loss"] < 1e-6 and count == 2 and [len(output) for output in outputs] == [2, 2]
+    values, count, _ = imported_train(program, monkeypatch).compute_loss(Successor(), windows, config=None)
+    assert values["loss"] < 1e-6 and count == 2
+
+
+@pytest.mark.recipes
+def test_the_model_is_that_of_nanogpt_and_returns_the_loss_without_the_logits(program: Path, text: Path, monkeypatch):
+    """Of all tensors they would take the most memory, and there is no metric."""
+    characters = imported(program, "characters").build_characters(str(text), 64)["val"]
+    train = imported_train(program, monkeypatch)
+    config = importlib.import_module("config").TrainConfig(n_embd=8)
+    model = train.build_model(config, characters)
+    batch = characters.__getitems__(np.array([0, 1, 2]))
+    assert sizes_of_outputs(train.compute_loss, model, batch) == [()]
+    assert sizes_of_outputs(train.compute_loss, model.eval(), batch) == [()]
+    original = train.GPT(train.GPTConfig(64, 7, 4, 4, 8, dropout=0.0, bias=False))
+    original.load_state_dict(model.state_dict())
+    logits, loss = original(batch[:, :-1], batch[:, 1:].contiguous())
+    assert train.compute_loss(model, batch, config)[0]["loss"] == loss
 
 
 @pytest.mark.recipes
