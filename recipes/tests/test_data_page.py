@@ -66,8 +66,8 @@ def test_without_the_edit_it_is_not(tmp_path):
 
 
 def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
-    """With the dataset of README.md as the default, whose folder is not there any more."""
-    (diff,) = [diff for diff in diffs("README.md") if '"mine"' in diff]
+    """With the dataset of docs/editing.md as the default, whose folder is not there any more."""
+    (diff,) = [diff for diff in diffs("docs/editing.md") if '"mine"' in diff]
     program = edited(diff, tmp_path / "program")
     with_text(program, "config.py", ('"mine"] = "digits"', '"mine"] = "mine"'))
     (tmp_path / "mine").mkdir()
