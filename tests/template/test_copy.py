@@ -490,7 +490,7 @@ def test_the_tests_that_are_left_pass(deleted: str, tmp_path: Path):
         assert re.search(r"^\d+ passed, (\d+ skipped, )?\d+ deselected in", done.stdout, re.MULTILINE), done.stdout
 
 
-# In place of python3, pip, ruff, mypy and python: tells how it was called.
+# In place of python3, pip, ruff, mypy, python and pytest: tells how it was called.
 STAND_IN = '#!/bin/bash\necho "$(basename "$0") $*"\n'
 
 
@@ -498,7 +498,8 @@ STAND_IN = '#!/bin/bash\necho "$(basename "$0") $*"\n'
 def test_every_file_that_ci_names_is_there(system: str, deleted: str, tmp_path: Path):
     command, folders = WITHOUT[deleted]
     copy = copy_after(command, tmp_path / "copy")
-    for name in ("bin/uname", "bin/python3", ".venv/bin/pip", ".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/python"):
+    tools = (f".venv/bin/{name}" for name in ("pip", "ruff", "mypy", "python", "pytest"))
+    for name in ("bin/uname", "bin/python3", *tools):
         path = copy / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/bash\necho {system}\n" if name == "bin/uname" else STAND_IN)
@@ -509,7 +510,7 @@ def test_every_file_that_ci_names_is_there(system: str, deleted: str, tmp_path: 
         assert re.findall(r"run: bash (.+)", (workflows / "night.yml").read_text()) == [f"{script} night"]
     env = os.environ | {"PATH": f"{copy / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script, "night"], cwd=copy, env=env, capture_output=True, text=True, check=True)
-    runs = re.findall("^python -m pytest .*", done.stdout, re.MULTILINE)
+    runs = re.findall("^(?:python -m )?pytest .*", done.stdout, re.MULTILINE)
     assert (len(runs) > 1) == any("-m night" in each for each in runs) == (system == "Linux" and folders != set())
     named = re.findall(r"(?<= )(?:tests|recipes)/\S+|(?<= )\w\S+\.txt", done.stdout)
     assert named and [name for name in named if not (copy / name).exists()] == []
