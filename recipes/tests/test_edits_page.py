@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,30 +46,7 @@ TWELVE = f"{LONG} --epochs 12"
 pytestmark = pytest.mark.recipes
 
 
-ON_TOP_OF = {MUON: "language_model", IGNORED: "segmentation", LAST_FIT: "crossvalidation"}
-
-
-@pytest.fixture(scope="module")
-def mypy_cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("mypy")
-
-
-@pytest.mark.parametrize("number", range(len(PAGE)))
-def test_the_type_hints_of_an_edit_are_right(number: int, mypy_cache, tmp_path):
-    """As .ci/run of a copy checks them. Packages that are not installed have no hints."""
-    diff = PAGE[number]
-    if diff == THAW:
-        pytest.skip("finetune.patch, on top of which it is, has hints that mypy refuses")
-    program = tmp_path / "program"
-    if diff in ON_TOP_OF:
-        with_recipe(ON_TOP_OF[diff], program)
-    edited(diff, program)
-    options = ["--config-file", f"{REPO}/pyproject.toml", "--cache-dir", mypy_cache, "--ignore-missing-imports"]
-    files = [path.name for path in program.glob("*.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, *files, "runtime"], cwd=program, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+ON_TOP_OF = {MUON: "language_model", IGNORED: "segmentation", THAW: "finetune", LAST_FIT: "crossvalidation"}
 
 
 def results(program: Path, cwd: Path, split: str) -> dict:
