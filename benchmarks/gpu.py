@@ -1,20 +1,21 @@
-"""A step of train.py on a GPU, beside the raw loop that one would write for the same model and data. Medians over
-windows of 500 steps, of alternating rounds; a minute or two; prints only.
+"""A step of the default model on a GPU, by the template, the raw loop that one would write, Lightning's Trainer and
+accelerate. Each runs in a process of its own, in turn; medians of windows of 500 steps. Prints only.
 
-python benchmarks/gpu.py [--rounds 3] [--accelerator cuda]
+python benchmarks/gpu.py                                   # in 32-true, with TF32
+python benchmarks/gpu.py --precisions 32-true bf16-mixed
+python benchmarks/gpu.py --cpu --rounds 1 --steps 80       # a trial without a GPU
 """
 
 import argparse
-import csv
-import statistics
-import subprocess
+import json
 import sys
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
+import timed
 import torch
 import torch.nn.functional as F
+from timed import Clock, Work
 from torch.utils.data import DataLoader, TensorDataset
 
 REPO = Path(__file__).resolve().parents[1]
@@ -23,14 +24,10 @@ from config import TrainConfig  # noqa: E402
 from data import build_datasets  # noqa: E402
 from train import build_model  # noqa: E402
 
-WINDOW = 500  # steps between two readings of the loss
-WINDOWS = 4
 BATCH_SIZE = TrainConfig().effective_batch_size
-WORKS = ["", "--precision bf16-mixed"]
 
 
-def raw(options: str, device: str) -> float:
-    """Seconds per step of a raw loop."""
+def build_work(device: str, precision: str) -> Work:
     dataset = build_datasets(TrainConfig())["train"]
     images, targets = (torch.stack([torch.as_tensor(value) for value in part]) for part in zip(*dataset, strict=True))
     loader = DataLoader(
@@ -39,56 +36,54 @@ def raw(options: str, device: str) -> float:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = build_model(TrainConfig(), dataset).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = 0
-    seconds = []
-    began = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), TrainConfig().base_lr, fused=True)
+    return Work(model, optimizer, loader, loss_of, device, precision)
+
+
+def loss_of(model, images, targets):
+    return F.cross_entropy(model(images), targets)
+
+
+def raw(work: Work, clock: Clock):
     while True:
-        for batch, labels in loader:
-            batch = batch.to(device, non_blocking=True)
-            labels = labels.to(device, non_blocking=True)
-            with torch.autocast(device, torch.bfloat16, enabled="bf16-mixed" in options):
-                loss = F.cross_entropy(model(batch), labels)
+        for batch in work.loader:
+            images, targets = (part.to(work.device, non_blocking=True) for part in batch)
+            with torch.autocast(work.device, torch.bfloat16, enabled=work.precision == "bf16-mixed"):
+                loss = work.loss(work.model, images, targets)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            if step % WINDOW == 0:
-                loss.item()  # waits for the device
-                now = time.perf_counter()
-                seconds.append((now - began) / WINDOW)
-                began = now
-                if len(seconds) == WINDOWS:
-                    return statistics.median(seconds[1:])
+            work.optimizer.step()
+            work.optimizer.zero_grad()
+            clock.tick(loss)
+            if clock.is_over():
+                return
 
 
-def template(options: str, device: str) -> float:
-    """Seconds per step of train.py, by its own log."""
-    steps = WINDOW * WINDOWS
-    with tempfile.TemporaryDirectory() as cwd:
-        command = (
-            f"{REPO}/train.py {options} --accelerator {device} --devices 1 --max_steps {steps} --log_interval {WINDOW} "
-            f"--val_interval {steps} --checkpoint_interval {steps} --logger_name csv"
-        )
-        subprocess.run([sys.executable, *command.split()], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
-        (path,) = Path(cwd).glob("*/logs/csv/metrics.csv")
-        with open(path, newline="") as file:
-            speeds = [float(row["samples_per_second"]) for row in csv.DictReader(file)]
-    return BATCH_SIZE / statistics.median(speeds[1:])
+PEERS = {"raw": raw, "lightning": timed.lightning, "accelerate": timed.accelerate}
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--accelerator", default="cuda")
+    parser.add_argument("--steps", type=int, default=4000, help="of each run, a multiple of 8: there are 8 windows")
+    parser.add_argument("--precisions", nargs="+", default=["32-true"], choices=["32-true", "bf16-mixed"])
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--peer", choices=PEERS, help="runs one of the others in this process")
     options = parser.parse_args()
-    for work in WORKS:
-        seconds: dict = {"raw": [], "template": []}
-        for _ in range(options.rounds):
-            seconds["raw"].append(raw(work, options.accelerator))
-            seconds["template"].append(template(work, options.accelerator))
-        one, other = (statistics.median(values) for values in seconds.values())
-        print(f"{work:23} raw {1e6 * one:5.0f} us  template {1e6 * other:5.0f} us  {one / other:.2f} times as fast")
+    device = timed.device_of(options)
+    if options.peer:
+        clock = Clock(options.steps)
+        PEERS[options.peer](build_work(device, options.precisions[0]), clock)
+        print(json.dumps(clock.figures()))
+        return
+    peers = ["raw", *timed.installed(["lightning", "accelerate"])]
+    for precision in options.precisions:
+        template = [REPO / "train.py", "--precision", precision]
+        programs = {"template": partial(timed.figures_of_template, template, device, options.steps, BATCH_SIZE)}
+        for peer in peers:
+            command = [Path(__file__).resolve(), "--peer", peer, "--precisions", precision, "--steps", options.steps]
+            programs[peer] = partial(timed.figures_of_peer, command + ["--cpu"] * options.cpu)
+        print(precision)
+        timed.compare(programs, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""benchmarks/nanogpt.py, its patch and its page. nanoGPT itself is not here: where the patched programs train, a
-smaller model takes the place of its model.py. `benchmarks/nanogpt.py --check` compares with nanoGPT's own losses."""
+"""benchmarks/nanogpt.py, its patch and its page; benchmarks/gpt2.py. nanoGPT itself is not here: where the patched
+programs train, a smaller model takes the place of its model.py. `benchmarks/nanogpt.py --check` compares with nanoGPT's
+own losses."""
 
 import importlib
 import math
@@ -133,6 +134,13 @@ def test_a_mistake_on_the_command_line_is_one_line(files: list[str], options: st
     assert done.stderr == f"{line.format(checkout=tmp_path)}\n" and not done.stdout
 
 
+def test_a_checkout_that_is_not_one_is_told_by_gpt2(tmp_path: Path):
+    (tmp_path / "train.py").touch()
+    done = run(f"benchmarks/gpt2.py --nanogpt {tmp_path} --cpu", tmp_path, code=1)
+    line = f"--nanogpt {tmp_path}: model.py is not there: git clone https://github.com/karpathy/nanoGPT"
+    assert done.stderr == f"{line}\n" and not done.stdout
+
+
 # ---- the edited programs
 
 
@@ -230,3 +238,33 @@ def test_the_options_are_those_of_the_command_in_the_readme_of_nanogpt(program: 
     assert {name: str(chosen[name]) for name in same} == same
     assert chosen["effective_batch_size"] == int(command["batch_size"])
     assert chosen["limit_train_batches"] * chosen["epochs"] == int(command["max_iters"])
+
+
+# ---- GPT-2
+
+# As nanoGPT's train.py prints its steps. They take 1 ms, 2 ms, ...
+PRINTED = """
+import sys
+
+options = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
+sizes = [options[name] for name in ("block_size", "batch_size", "gradient_accumulation_steps", "compile")]
+assert sizes == ["64", "4", "2", "False"], sizes
+for step in range(int(options["max_iters"]) + 1):
+    print(f"iter {step}: loss 9.5000, time {step + 1:.2f}ms, mfu -100.00%")
+"""
+
+
+@pytest.mark.night
+def test_gpt2_is_timed_beside_its_peers(tmp_path: Path):
+    """In miniature. The losses are those of 50,304 tokens that are nearly as frequent as each other."""
+    for name, text in {"train.py": PRINTED, "model.py": MODEL, "configurator.py": ""}.items():
+        (tmp_path / name).write_text(text)
+    printed = run(f"benchmarks/gpt2.py --nanogpt {tmp_path} --cpu --rounds 1 --steps 16", tmp_path).stdout
+    losses = dict(re.findall(r"^median +(\S.*?): .*loss (\d+\.\d+)", printed, re.MULTILINE))
+    peers = [name for name in ("lightning", "accelerate") if importlib.util.find_spec(name)]
+    assert [*losses] == ["template", "--deterministic False", "nanogpt", *peers]
+    assert all(9 < float(loss) < 11 for loss in losses.values())
+    assert (
+        "nanogpt: 10.500 ms per step, loss 9.5000; template / nanogpt" in printed
+    )  # windows of 2 of the steps 5 to 16
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "model.py", "configurator.py"}
