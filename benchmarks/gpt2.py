@@ -138,7 +138,7 @@ def main():
         if not (checkout / name).is_file():
             message = f"{name} is not there: git clone https://github.com/karpathy/nanoGPT"
             raise SystemExit(f"--nanogpt {options.nanogpt}: {message}")
-    device = timed.device_of(options)
+    device = timed.choose_device(options)
     config = yaml.safe_load((HERE / "gpt2.yaml").read_text()) | (TINY if options.cpu else {})
     if options.peer:
         clock = Clock(options.steps)

@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--peer", choices=PEERS, help="runs one of the others in this process")
     options = parser.parse_args()
-    device = timed.device_of(options)
+    device = timed.choose_device(options)
     if options.peer:
         clock = Clock(options.steps)
         PEERS[options.peer](build_work(device, options.precisions[0]), clock)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -181,10 +182,13 @@ def text_of(result: dict) -> str:
     return f"{result['ms']:.3f} ms per step, {memory}loss {result['loss']:.4f}"
 
 
-def device_of(options: Namespace) -> str:
-    """The device of --cpu. Ends with one line where an option cannot be."""
+def choose_device(options: Namespace) -> str:
+    """Returns the device. Ends with one line where an option cannot be."""
     if options.steps < WINDOWS or options.steps % WINDOWS:
         raise SystemExit(f"--steps {options.steps}: must be a multiple of {WINDOWS}, the number of windows")
     if not options.cpu and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU: give --cpu for a trial")
-    return "cpu" if options.cpu else "cuda"
+    if options.cpu:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of all programs: on a busy machine threads wait for each other
+        return "cpu"
+    return "cuda"
