@@ -347,12 +347,14 @@ def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
         )
         raise ValueError(f"an optimizer trains {what}")
     for new, old in zip(now["settings"], then["settings"], strict=True):
-        for name in new.keys() & old.keys():
+        for name in new.keys() & old.keys() - {"lr_factor"}:
             if new[name] != old[name]:
                 raise ValueError(f"an optimizer has {name} {new[name]}, but {old[name]} in the checkpoint")
     # One with a state_dict of its own may have no groups in it.
-    for group, old in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
+    groups = zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False)
+    for (group, old), new, was in zip(groups, now["settings"], then["settings"], strict=False):
+        as_built = AS_BUILT if new.get("lr_factor") == was.get("lr_factor") else AS_BUILT | {"lr_factor"}
         for name in group.keys() - {"params"}:
-            if name in AS_BUILT or name not in old:  # the latter is new in the code
+            if name in as_built or name not in old:  # the latter is new in the code
                 old[name] = group[name]
     optimizer.load_state_dict(saved)

@@ -80,11 +80,12 @@ def parse(cls: type, words: list[str]) -> dict:
     for name in NOT_EMPTY:
         if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
+    given = flatten_join(given)
     for name in given:
         if isinstance(given[name], str) and name.endswith(("_dir", "resume", "checkpoint")):
             given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
     check_together(given, MONITOR)
-    return flatten_join(given)
+    return given
 
 
 def unknown_word(word: str, cls: type) -> str:
@@ -284,15 +285,14 @@ def config_of(cls: type, text: str) -> Any:
         raise ConfigError("is damaged, or of an older version of the template: its last line is missing")
     defaults = cls()
     options = read_yaml(text)
-    names = values_of(defaults)
-    new = [name for name in names if name not in options]
+    new = {name: value for name, value in values_of(defaults).items() if name not in options}
     if new:
-        say(f"options that are new in the code take their defaults: {', '.join(new)}")
-    gone = gone_options(options, defaults)
-    if gone:
-        say(f"options that are gone from the code are ignored: {', '.join(f'{name} {gone[name]}' for name in gone)}")
-    known = {name: value for name, value in options.items() if name in names}
-    return replace(defaults, parse(cls, words_of(cls, known)))
+        say(f"options that are new in the code take their defaults: {listed(new)}")
+    return replace(defaults, parse(cls, words_of(cls, known_options(options, defaults))))
+
+
+def listed(options: dict) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def gone_options(options: dict, config: Any) -> dict:
@@ -301,16 +301,28 @@ def gone_options(options: dict, config: Any) -> dict:
     return {name: value for name, value in options.items() if name not in names}
 
 
+def known_options(options: dict, config: Any) -> dict:
+    """Those of the options of a config.yaml that the config has. Prints the others."""
+    gone = gone_options(options, config)
+    if gone:
+        say(f"options that are gone from the code are ignored: {listed(gone)}")
+    return {name: value for name, value in options.items() if name not in gone}
+
+
 def parse_train(cls: Any, argv: list[str]) -> Any:
     """The config of train.py, of a class with its options. Its `resume` is the path of the run to resume, or None.
     Raises ConfigError."""
+    defaults = cls()  # before a run is read: a mistake in config.py is not one of the run
     from_command = parse(cls, [*words_of_launcher(), *argv])
     given: dict = {}
     for path in from_command.pop("config_path", ()):
         with errors_of(f"--config_path {path}"):
-            options = read_yaml(Path(os.path.expanduser(path)).read_text())
+            text = Path(os.path.expanduser(path)).read_text()
+            options = read_yaml(text)
             if "config_path" in options:
                 raise ConfigError("config_path is no option for a file")
+            if CONFIG_END in text:  # of a run
+                options = known_options(options, defaults)
             given |= parse(cls, words_of(cls, options))
     given |= from_command
     name = given.pop("resume", None)
@@ -324,7 +336,7 @@ def parse_train(cls: Any, argv: list[str]) -> Any:
     elif name is not None:
         run_dir = find_run("--resume", name, root_dir)
     if run_dir is None:
-        return replace(cls(), given)
+        return replace(defaults, given)
     given.pop("root_dir", None)  # was where to look for the run
     if name == "auto":
         given.pop("out_dir", None)  # may be FOLDER/NAME
@@ -333,10 +345,10 @@ def parse_train(cls: Any, argv: list[str]) -> Any:
 
 def resume(before: Any, given: dict, run_dir: Path) -> Any:
     """The config of a run, updated by the given options, which are printed. Raises ConfigError for an option that a
-    resume cannot change."""
+    resume cannot change, unless it is new in the code: it may be one that was renamed."""
     config = replace(before, given | {"resume": str(run_dir)})
     old = values_of(before)
-    fixed = fixed_options(config)
+    fixed = fixed_options(config).keys() & read_yaml((run_dir / "config.yaml").read_text()).keys()
     for name, value in values_of(config).items():
         if value == old[name]:
             continue

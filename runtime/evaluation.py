@@ -49,17 +49,22 @@ class TestRun:
     def report(self, results: dict):
         """Prints the results, and writes them into the run."""
         config = self.config
-        outputs = gather(self.fabric, self.kept.batches) if self.kept else None
-        if not self.fabric.is_global_zero:
-            return
-        for name, value in scalars_of(results).items():
-            cli.say(f"{name} {value:.5g}")
         stem = f"{config.split}_{self.path.stem}"
-        if outputs is not None:
+        if self.fabric.is_global_zero:
+            self.write_results(results, f"test_{stem}.json")
+        if self.kept is None:
+            return
+        outputs = gather(self.fabric, self.kept.batches)
+        if self.fabric.is_global_zero:
             name = f"predictions_{stem}.pt"
             with atomically(self.folder / name, "wb") as file:
                 torch.save(outputs, file)
             cli.say(f"predictions {Path(config.out_dir) / name}")
+
+    def write_results(self, results: dict, name: str):
+        config = self.config
+        for metric, value in scalars_of(results).items():
+            cli.say(f"{metric} {value:.5g}")
         about = {
             "checkpoint": str(self.path),
             "step": self.checkpoint.get("step"),
@@ -68,7 +73,6 @@ class TestRun:
             "num_samples": len(self.dataset),
             "results": results,
         }
-        name = f"test_{stem}.json"
         write_json(self.folder / name, about)
         cli.say(f"results {Path(config.out_dir) / name}")
 
@@ -95,13 +99,17 @@ class KeepOutputs:
 
 
 def gather(fabric: Fabric, batches: list) -> list:
-    """The outputs of all ranks on rank 0, in the order of the samples; [] on other ranks."""
+    """The outputs of all ranks on rank 0, in the order of the samples; [] on other ranks. Raises RunError if batches
+    have other shapes."""
     ranks = [batches]
     if dist.is_initialized():
         ranks = [[] for _ in range(fabric.world_size)]
         dist.gather_object(batches, ranks if fabric.is_global_zero else None, group=gloo_group(NO_LIMIT))
     in_order = [batch for turn in zip(*ranks, strict=True) for batch in turn]  # eval_batches is round-robin
-    return [torch.cat(parts) for parts in zip(*in_order, strict=True)]
+    try:
+        return [torch.cat(parts) for parts in zip(*in_order, strict=True)]
+    except RuntimeError as error:
+        raise RunError(f"--predictions: compute_loss must give the metrics one shape in all batches: {error}") from None
 
 
 @as_run_error()

@@ -92,11 +92,11 @@ def format_row(names, values) -> str:
 
 
 def fitting(names: list[str], kept: list[str]) -> list[str]:
-    """The names whose columns fit in a line of the terminal, or in 80 characters if there is none; first those of
-    `kept`, which are never left out."""
+    """The names whose columns fit in a line of the terminal, or in 80 characters if there is none: those of `kept`,
+    which are never left out, then those of the validation, then others."""
     room = shutil.get_terminal_size().columns
     chosen = [name for name in names if name in kept]
-    for name in names:
+    for name in sorted(names, key=lambda name: not name.startswith("val/")):
         if name not in chosen and len(format_row([*chosen, name], [*chosen, name])) <= room:
             chosen.append(name)
     return [name for name in names if name in chosen]
@@ -151,7 +151,7 @@ class Console:
             self.columns = fitting(self.names, ["epoch", "step", self.monitor, "train/loss", "val/loss"])
             others = [name for name in self.names if name not in self.columns]
             if others:
-                self.print(f"logged, but not in this table, which is as wide as the terminal: {', '.join(others)}")
+                self.print(f"logged, but not in this table: {', '.join(others)}")
             self.print(format_row(self.columns, self.columns))
         self.print(format_row(self.columns, [cells[name] for name in self.columns]))
 

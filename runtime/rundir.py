@@ -555,7 +555,10 @@ class RunDir:
             best = f"{state['best']:.5g} at step {state['best_step']}"
         step, total = state["step"], self.plan.total_steps
         steps = f"{step} of {total} steps" if step <= total else f"{step} steps, more than the {total} asked for"
-        reason = " (early stopping)" if is_finished and step < total else ""
+        reason = ""
+        if is_finished and step < total:
+            gain = f"gain above {self.config.early_stopping_min_delta:g}"
+            reason = f" (early stopping: no {gain} in {state['bad_validations']} validation(s))"
         self.console.print(f"{ending} after {steps}, best {self.config.monitor} {best}{reason}")
         if not self.config.fast_run:
             self.console.print(f"next: {self.next_command(is_finished)}")

@@ -854,9 +854,26 @@ def test_a_run_stays_readable_when_the_options_in_the_code_change(capsys):
     config = read_config(TrainConfig, Path("20260101-000000-job"))
     assert config == TrainConfig(out_dir="job", width=7)
     told = capsys.readouterr().out
-    assert "options that are new in the code take their defaults: lr_schedule\n" in told
+    assert "options that are new in the code take their defaults: lr_schedule cosine\n" in told
     assert "options that are gone from the code are ignored: depth 3, kinds ['a', 'b']\n" in told
     assert told.count("\n") == 2
+
+
+def test_an_option_that_a_run_did_not_have_may_be_given_on_its_resume_though_it_is_fixed():
+    """It may have another name now. From then on it is fixed."""
+    make_run("20260101-000000-job", width=7)
+    rewrite("20260101-000000-job", "width: 7\n", "channels: 7\n")
+    assert train("--resume job --width 7").width == 7
+    rewrite("20260101-000000-job", "channels: 7\n", "width: 7\n")
+    refused("train.py --resume job --width 8", "--width 8: a resume cannot change it", "trained with 7")
+
+
+def test_the_config_of_a_run_repeats_it_though_an_option_is_gone(capsys):
+    make_run("20260101-000000-job", width=7)
+    rewrite("20260101-000000-job", "lr_schedule: cosine\n", "lr_schedule: constant\ndepth: 3\n")
+    config = train("--config_path 20260101-000000-job/config.yaml")
+    assert (config.width, config.lr_schedule) == (7, "constant")
+    assert capsys.readouterr().out == "options that are gone from the code are ignored: depth 3\n"
 
 
 def test_the_config_of_a_run_of_this_version_is_read_without_a_word(capsys):

@@ -77,6 +77,17 @@ def written(cwd: Path) -> dict:
     return {name: options[name] for name in WRITTEN}
 
 
+def test_the_home_directory_stands_for_itself_in_a_nested_path_too(tmp_path, monkeypatch):
+    """Of an option whose name ends in `_dir`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    field = "    paths: PathsConfig = PathsConfig()"
+    nested = '@dataclass(frozen=True)\nclass PathsConfig:\n    weights_dir: str = ""'
+    program = with_fields(tmp_path / "program", field, nested)
+    call(f"{program}/train.py {SMALL} --max_steps 1 --paths.weights_dir ~/weights", tmp_path)
+    options = yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())
+    assert options["paths"]["weights_dir"] == "/home/me/weights"
+
+
 def test_options_that_are_gone_are_named_and_stay_in_config_yaml(program, tmp_path):
     """So the value of an option that was renamed is not lost. It holds again once the option is back."""
     call(f"{program}/train.py {SMALL} --max_steps 2 {OTHERS}", tmp_path)

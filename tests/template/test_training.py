@@ -499,7 +499,10 @@ def test_without_validation_and_checkpoints_only_the_last_one_is_left(runs):
 @pytest.mark.parametrize("name, end", [("early", 12), ("earlier", 8)])
 def test_early_stopping_ends_the_run_as_a_finished_one(runs, name: str, end: int):
     done = runs(name)  # with this learning rate nothing gets better after the first epoch
-    assert re.search(rf"finished after {end} of 20 steps, best .+ \(early stopping\)\n", done.out)
+    assert re.search(
+        rf"finished after {end} of 20 steps, best .+ \(early stopping: no gain above 0 in [12] validation\(s\)\)\n",
+        done.out,
+    )
     assert rows(done.cwd)[-1]["step"] == end
     assert checkpoint(done.cwd, "best")["step"] == 4
     last = checkpoint(done.cwd, f"step-{end:08d}")
@@ -527,7 +530,8 @@ def test_small_gains_count_for_early_stopping_once_they_add_up_to_min_delta(tmp_
     options = f"{SMALL} --epochs 8 --limit_val_batches 1 --monitor val/figure --monitor_mode min"
     options += " --early_stopping_patience 3 --early_stopping_min_delta 0.35"
     printed = call(f"{program}/train.py {options}", tmp_path).stdout
-    assert "finished after 28 of 32 steps, best val/figure 0.3 at step 28" in printed
+    told = "finished after 28 of 32 steps, best val/figure 0.3 at step 28 (early stopping: no gain above 0.35 in 3 "
+    assert told in printed
 
 
 # ---- debugging
