@@ -76,6 +76,7 @@ def test_the_first_windows_are_not_counted(timed: ModuleType, monkeypatch: pytes
     assert clock.is_over() and clock.figures() == {"ms": 1500.0, "GB": 0.0, "loss": 15.0}
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of Lightning
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_a_peer_makes_the_steps_that_are_timed(name: str, timed: ModuleType, tmp_path: Path, monkeypatch):
     """With two micro-batches each, of which the gradient is the mean. The loss is that of a micro-batch."""
