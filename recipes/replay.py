@@ -8,8 +8,9 @@ backward pass of the step, or of an earlier one whose gradient is not finite, an
 
 - the norms of the gradients, by module; with several optimizers, as the first one finds them
 - for each micro-batch of each process the values of compute_loss, the samples as indices of the training set, the
-  highest losses of single samples in eval mode, and the first module whose input or output is not finite. For this the
-  forward pass is repeated, in training mode, with the same random numbers.
+  highest losses of single samples in eval mode, and the first module whose input or output is not finite. These losses
+  are those of a validation: without what only a training step has, such as a teacher. For the module the forward pass
+  is repeated, in training mode, with the same random numbers.
 
 --keep writes the same, with the batches and all losses, for torch.load. In 16-mixed only the step itself is looked at,
 since gradients that are not finite belong to it.
@@ -192,10 +193,10 @@ class Replay:
         return [*found, "none"][0]
 
     def losses(self, micro_batch: MicroBatch) -> dict[int, float] | str:
-        """The loss of each sample by its index, in eval mode; or why there is none."""
+        """The loss of each sample by its index, as in a validation; or why there is none."""
         if micro_batch.batch is None or not micro_batch.samples:
             return "not known"
-        model, arguments, options = micro_batch.arguments
+        model = micro_batch.arguments[0]  # the others may be for the whole step, such as its number of targets
         samples = micro_batch.samples[0]
         losses = {}
         model.eval()
@@ -203,10 +204,10 @@ class Replay:
             for place, sample in enumerate(samples):
                 single = apply_to_collection(micro_batch.batch, Tensor, partial(only, place, len(samples)))
                 with torch.no_grad():
-                    losses[sample] = float(self.compute_loss(model, single, *arguments, **options)[0]["loss"])
+                    losses[sample] = float(self.compute_loss(model, single, self.run.config)[0]["loss"])
         except Exception as error:  # anything: compute_loss was not written for this
             reason = str(error).partition("\n")[0]
-            return f"not known: compute_loss does not take single samples ({type(error).__name__}: {reason})"
+            return f"not known: no loss of single samples in eval mode ({type(error).__name__}: {reason})"
         finally:
             model.train()
         order = sorted(losses, key=lambda sample: losses[sample] if math.isfinite(losses[sample]) else math.inf)

@@ -108,6 +108,17 @@ def test_the_batches_are_kept_with_their_samples_and_losses(logged, tmp_path):
         assert f"highest losses in eval mode: sample {sample} {loss:.5g}, " in done.stdout
 
 
+def test_single_samples_have_the_loss_of_a_validation(program, cwd):
+    """What only a training step has, such as the number of its targets, would make another number of it."""
+    (diff,) = [text for text in diffs("recipes/data.md") if "per_batch" in text]
+    with_recipes(apply(diff, copy_programs(program)))
+    run_in(program, f"{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
+    run_in(program, "recipes/replay.py train_out --step 8 --keep batch.pt", cwd)
+    for about in kept(cwd / "batch.pt")["micro_batches"]:
+        losses = [*about["losses"].values()]
+        assert sum(losses) / len(losses) == pytest.approx(about["values"]["loss"], rel=1e-4)
+
+
 def test_nothing_is_left_in_the_temporary_directory(logged, tmp_path, cwd):
     run_in(REPO, f"recipes/replay.py {run_dir(logged)} --step 14", tmp_path, TMPDIR=str(cwd))
     assert not [*cwd.glob("tmp*")]
