@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
 from config import TrainConfig
 from data import build_datasets
@@ -514,6 +517,27 @@ def test_predictions_for_a_tensor_of_inputs(tmp_path):
     code = code[: code.index("torch.save(")] + "torch.save(logits, 'logits.pt')\n"
     run_code(code, copy_programs(tmp_path / "program"), tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_predictions_for_inputs_of_different_lengths_and_a_model_with_several_outputs():
+    """The expression of the page."""
+    text = " ".join((REPO / "recipes/edits.md").read_text().split())
+    (code,) = re.findall(r"`(\[row for [^`]*\])`", text)
+    inputs = [torch.full((length,), float(length)) for length in (3, 1, 5)]
+    pad = partial(pad_sequence, batch_first=True)
+    names = {"DataLoader": partial(DataLoader, batch_size=2), "inputs": inputs, "pad": pad, "model": lambda x: (-x, 0)}
+    rows = eval(code, names)
+    assert [row.tolist() for row in rows] == [[-3, -3, -3], [-1, 0, 0], [-5] * 5]
+
+
+def test_a_recurrent_layer_is_exported_for_the_length_of_the_example_alone():
+    """Otherwise the page would not be right."""
+    model = torch.nn.GRU(4, 5, batch_first=True)
+    example = (torch.randn(2, 7, 4),)
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    torch.export.export(model, example, dynamic_shapes=[{0: batch}])
+    with pytest.raises(Exception, match="marked length as dynamic"):
+        torch.export.export(model, example, dynamic_shapes=[{0: batch, 1: length}])
 
 
 def test_an_exported_model_gives_the_same_logits_for_batches_of_any_size(tmp_path):
