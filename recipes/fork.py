@@ -4,10 +4,13 @@ python recipes/fork.py RUN/checkpoints/step-00000190.ckpt --out_dir NAME [--OPTI
 python recipes/fork.py RUN --out_dir NAME      # with the newest checkpoint of a run
 
 A fork is a run that was killed right after that step, in a directory of its own: the last line is the command that goes
-on with it. Any option may change that the weights and the optimizer fit, also those that a resume cannot change. The
-step stays: with another --effective_batch_size, it is in another epoch. With another --seed, datasets that are split by
-a global generator are split anew, and the parent may have trained on the new test set. The best value starts anew.
-metrics.csv begins with the rows of the parent; provenance/parent.json has the path, step and SHA-256 of the checkpoint.
+on with it. Any option may change that the weights and the optimizer fit, also those that a resume cannot change. For
+this, datasets, model and optimizers are built, on the CPU: what does not fit is an error before anything is written.
+Settings of an optimizer that the options or the code have changed, such as the weight decay, are printed, and taken.
+The step stays: with another --effective_batch_size, it is in another epoch. With another --seed, datasets that are
+split by a global generator are split anew, and the parent may have trained on the new test set. The best value starts
+anew. metrics.csv begins with the rows of the parent; provenance/parent.json has the path, step and SHA-256 of the
+checkpoint.
 
 A decay branch (warm-up, stable, decay) of a run with --lr_schedule constant and 19 steps per epoch: the rate falls from
 epoch 10 on. A second try after a spike, with the samples in another order. A sweep from a warm checkpoint:
@@ -22,19 +25,25 @@ import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric import Fabric
 from simple_parsing import replace
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+import train  # noqa: E402
 from config import TrainConfig  # noqa: E402
 from runtime import checkpoints, cli  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import write_json  # noqa: E402
-from runtime.launch import run_and_exit  # noqa: E402
+from runtime.launch import build_in_turn, run_and_exit  # noqa: E402
 from runtime.loggers import CSVLogger  # noqa: E402
 from runtime.options import values_of  # noqa: E402
 from runtime.rundir import RunDir, code_folder  # noqa: E402
+
+
+class Built(Exception):
+    """train.py has built its state."""
 
 
 def read(path: Path) -> tuple[dict, str]:
@@ -60,6 +69,59 @@ def read_first(paths: list[Path]) -> tuple[Path, dict, str] | None:
     return None
 
 
+def config_of(path: Path, saved: dict) -> TrainConfig:
+    """The options of a checkpoint."""
+    with cli.errors_of(f"config of {path}"):
+        return cli.config_of(TrainConfig, saved["checkpoint"]["config"])
+
+
+def fabric_on_cpu() -> Fabric:
+    cli.words_of_launcher()  # unsets what a job of Slurm has set: Fabric would wait for other processes
+    return Fabric(accelerator="cpu", devices=1)
+
+
+def build(fabric: Fabric, config: TrainConfig) -> dict:
+    """The state of train.py before it is restored."""
+
+    def stop(state: dict, plan):
+        raise Built(state)
+
+    def start(train_with, build_datasets, config):
+        with ExitStack() as resources:
+            run: Any = RunDir(fabric, config, resources)
+            run.restore = stop
+            train_with(fabric, run.config, run, build_in_turn(fabric, lambda: build_datasets(run.config)))
+
+    train.run_training = start
+    train.validate = lambda *args: {}  # it would take its time
+    fabric.seed_everything(config.seed)
+    try:
+        train.main(config)
+    except Built as built:
+        return built.args[0]
+    raise RuntimeError("train.py does not call run.restore")
+
+
+def fit(path: Path, saved: dict, config: TrainConfig):
+    """Restores the state that these options build. The settings of optimizers that have changed leave the checkpoint:
+    the resume takes them from the code, as those that are new there. Raises ConfigError if the state does not fit."""
+    fabric = fabric_on_cpu()
+    state = build(fabric, config)
+    state["precision"] = fabric.strategy.precision  # as RunDir.restore
+    then = saved["checkpoint"]["optimizers"]
+    now = checkpoints.describe(state)
+    for name in sorted(then.keys() & now["optimizers"].keys()):
+        groups = zip(now["optimizers"][name]["settings"], then[name]["settings"], strict=False)
+        for number, (new, old) in enumerate(groups):
+            for setting in [setting for setting in new.keys() & old.keys() if new[setting] != old[setting]]:
+                cli.say(f"{name}, group {number}: {setting} {new[setting]} instead of {old[setting]}")
+                del old[setting], saved[name]["param_groups"][number][setting]
+    try:
+        checkpoints.restore(fabric, state, saved, now)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def fork(path: Path, saved: dict, digest: str, given: dict) -> RunDir:
     """Makes the directory of a fork.
 
@@ -73,23 +135,17 @@ def fork(path: Path, saved: dict, digest: str, given: dict) -> RunDir:
         ConfigError: An option is wrong, or the directory cannot be written; nothing is left of it.
     """
     about = saved["checkpoint"]
-    with cli.errors_of(f"config of {path}"):
-        before = cli.config_of(TrainConfig, about["config"])
+    before = config_of(path, saved)
     config = replace(before, given)
     old = values_of(before)
     changed = {name for name, value in values_of(config).items() if value != old[name]}
     is_same_data = not changed & {*config.fixed_on_resume, *config.per_host}
     sizes = {name: value for name, value in about["fixed"].items() if not name.startswith("--")}
     about["fixed"] = sizes if is_same_data else {}
-    for name, optimizer in about["optimizers"].items():
-        for settings, group in zip(optimizer["settings"], saved[name]["param_groups"], strict=True):
-            for option in changed & settings.keys():  # the resume then takes it from the code, as one that is new there
-                del settings[option], group[option]
     about["summary"]["last"].pop("best", None)
     saved |= {"best": None, "best_step": 0, "to_beat": None, "bad_validations": 0}  # best.ckpt is the parent's
-    cli.words_of_launcher()  # unsets what a job of Slurm has set: Fabric would wait for other processes
     with ExitStack() as resources, cli.as_config_error(config, "root_dir", "out_dir", kinds=(OSError,)):
-        run = RunDir(Fabric(accelerator="cpu", devices=1), config, resources)
+        run = RunDir(fabric_on_cpu(), config, resources)
         run.make_directory()
         try:
             fill(run, path.resolve(), saved, digest)
@@ -147,8 +203,10 @@ def main(arguments: tuple[Path, dict]) -> int:
         if newest is None:
             raise ConfigError(f"{run_dir} has no whole checkpoint")
         found = newest
-    run = fork(*found, given)
-    cli.say(f"{run.path} begins after step {found[1]['checkpoint']['step']} of {found[0]}")
+    path, saved, digest = found
+    fit(path, saved, replace(config_of(path, saved), given))
+    run = fork(path, saved, digest, given)
+    cli.say(f"{run.path} begins after step {saved['checkpoint']['step']} of {path}")
     cli.say(f"next: {run.next_command(is_finished=False)}")
     return 0
 
