@@ -21,6 +21,7 @@ for x in 1e-3 4e-3; do python recipes/fork.py RUN --out_dir lr-$x --base_lr $x &
 """  # noqa: E501 - commands
 
 import hashlib
+import logging
 import shutil
 import sys
 from contextlib import ExitStack
@@ -77,6 +78,7 @@ def config_of(path: Path, saved: dict) -> TrainConfig:
 
 def fabric_on_cpu() -> Fabric:
     cli.words_of_launcher()  # unsets what a job of Slurm has set: Fabric would wait for other processes
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # otherwise it prints the seed
     return Fabric(accelerator="cpu", devices=1)
 
 
