@@ -26,9 +26,9 @@ NO_COLUMNS = ("path", "run", "out_dir", "root_dir")  # of `differing`: the name 
 AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
 RESULTS = ("best", "best_step", "step", "time", "state")
 # Of a table that is too wide, these columns are left out first, then the options, the last first.
-LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step")
-# Values of other metrics, or of other code, cannot be compared: where these differ, that must be seen.
-ALWAYS_SHOWN = ("run", "monitor", "code", "best", "mean", "std", "n", "repeated", "state")
+LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step", "parent", "code")
+# Values of other metrics cannot be compared: where these differ, that must be seen.
+ALWAYS_SHOWN = ("run", "monitor", "best", "mean", "std", "n", "repeated", "state")
 OF_GROUPS = "(([^<>!=]+/[^<>!=]+_)?(mean|std|n)|repeated)[<>!=]"  # filters of the columns that --group adds
 LONGEST = 16  # characters of a text in a table that is too wide
 TIMESTAMP = r"^\d{8}-\d{6}-"  # with which the name of a run begins
@@ -275,17 +275,17 @@ def cell(name: str, value) -> str:
 
 def narrow(name: str, texts: list[str]) -> list[str]:
     """A title broken into lines, and long texts without their middle. Names of runs are not cut: they lose the
-    time, if they still differ then."""
+    time, but where two would be the same then."""
     if name == "run":
-        names = [re.sub(TIMESTAMP, "", text) for text in texts]
-        return [name, *(names if len({*names}) == len({*texts}) else texts)]
+        count = Counter(re.sub(TIMESTAMP, "", text) for text in {*texts})
+        return [name, *(text if count[short := re.sub(TIMESTAMP, "", text)] > 1 else short for text in texts)]
     cut = [text if len(text) <= LONGEST else f"{text[: LONGEST // 2 - 1]}…{text[-LONGEST // 2 :]}" for text in texts]
     return [re.sub("([_./])", r"\1\n", name), *cut]
 
 
-def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Collection[str] = ()) -> None:
-    """Prints the columns under their names. Those that need not be kept are left out until the rest fits; names of runs
-    that do not fit are broken."""
+def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Collection[str] = ()) -> Collection[str]:
+    """Prints the columns under their names, and returns the names. Columns that need not be kept are left out until the
+    rest fits; names of runs that do not fit are broken."""
     cells = {name: [name, *texts] for name, texts in columns.items()}
 
     def sizes() -> list[int]:
@@ -310,3 +310,4 @@ def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Co
             print("  ".join(map(str.ljust, line, widths)).rstrip())
     if left_out:
         print(textwrap.fill(f"not shown: {', '.join(left_out)}; --wide shows all, --columns some", max(int(width), 20)))
+    return cells

@@ -22,8 +22,9 @@ its starts. Of a fork, `parent` is the run and the step it began with, and `best
 `test/accuracy_mean` and `test/accuracy_std`, and `test/accuracy_n` if not all of the n runs were evaluated. A filter of
 these, or of `mean`, `std` and `n`, chooses groups: `--group --filter 'n>=3'`.
 
-`code` is shown where it differs: the names of the versions of the code, kept in provenance/ of each run. `--group` puts
-runs of other code into other rows, and counts a seed once: of its runs the newest that has finished, or the newest.
+`code` is shown where it differs, and there is room, else a line tells it: the names of the versions of the code, kept
+in provenance/ of each run. `--group` puts runs of other code into other rows, and counts a seed once: of its runs the
+newest that has finished, or the newest.
 
 `--compare` takes finished runs. The 95 % interval is that of Student's t. If 0 is in it, the last line tells with how
 many more seeds it would not be, in four of five cases, if the difference and its spread are as they seem now.
@@ -291,7 +292,10 @@ def show(runs: list[dict], names: list[str], args: argparse.Namespace) -> None:
         print("best:", ", ".join(sorted({f"{read_mode(run)} {run['monitor']}" for run in runs if "monitor" in run})))
         cells = {name: [cell(name, value) for value in values] for name, values in columns.items()}
         width = math.inf if args.wide else shutil.get_terminal_size().columns  # 80 where there is no terminal
-        print_table(cells, width, kept={*ALWAYS_SHOWN, *args.columns})
+        printed = print_table(cells, width, kept={*ALWAYS_SHOWN, *args.columns})
+        versions = {row.get("code") for row in rows}
+        if len(versions) > 1 and "code" not in printed:
+            print(f"code: {len(versions)} versions; values of other code cannot be compared")
         if "repeated" in columns:
             print("repeated: runs left out, as another one has the same seed and fold")
 

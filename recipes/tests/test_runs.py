@@ -165,7 +165,7 @@ def test_runs_of_other_code_are_another_group(tmp_path: Path):
     assert [row["code"] for row in table(tmp_path)] == [codes[0], *codes]
     rows = table(tmp_path, "--group")
     assert [row["code"] for row in rows] == codes and [row["n"] for row in rows] == ["2", "1", "1", "1"]
-    assert "code-12e45678 " in runs(tmp_path, columns=40).stdout
+    assert "code: 4 versions; values of other code cannot be compared" in runs(tmp_path, columns=40).stdout
     assert "code" not in table(tmp_path, "--filter code=code-12e45678")[0]
 
 
@@ -289,6 +289,24 @@ def test_the_name_that_the_user_gave_is_broken_and_not_cut(tmp_path: Path):
     second.rename(second.with_name(f"{second.name}s"))
     text = runs(tmp_path, columns=95).stdout
     assert f"\n{name}   " in text and f"\n{name}s  " in text and "20260101" not in text
+
+
+def test_options_stay_longer_than_parent_and_code(tmp_path: Path):
+    """The time is left on the names that collide alone. A line says that the code differs where it is not shown."""
+    for number in range(16):
+        lr, decay = f"{1 / (number + 3):.17g}", f"{1 / (number + 70):.17g}"
+        path = make(tmp_path, number, [0.87654321 + number / 100], base_lr=lr, weight_decay=decay, seed=number)
+        with_code(path, f"{number:08}")
+        parent = {"path": "a/20260101-000000-same/checkpoints/best.ckpt", "step": 20}
+        (path / "provenance" / "parent.json").write_text(json.dumps(parent | {"step": number}))
+        path.rename(path.with_name(f"{path.name[:16]}{'same' if number < 2 else f'lr={lr:.6}'}"))
+    _, titles, *rows = runs(tmp_path, columns=70).stdout.splitlines()
+    assert titles.split() == ["run", "seed", "base_", "weight_", "best", "state"]
+    assert [row.split()[0] for row in rows[1:4]] == ["20260101-000000-same", "20260101-000001-same", "lr=0.2000"]
+    assert rows[-1] == "code: 16 versions; values of other code cannot be compared"
+    assert "values of other code" not in runs(tmp_path, "--wide").stdout
+    assert "values of other code" not in runs(tmp_path, "--filter seed=1").stdout
+    assert runs(tmp_path, "--group --columns mean").stdout.endswith(f"\n{rows[-1]}\n")
 
 
 def test_a_long_option_loses_its_middle(tmp_path: Path):
