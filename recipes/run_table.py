@@ -29,7 +29,7 @@ RESULTS = ("best", "best_step", "step", "time", "state")
 LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step", "parent", "code")
 # Values of other metrics cannot be compared: where these differ, that must be seen.
 ALWAYS_SHOWN = ("run", "monitor", "best", "mean", "std", "n", "repeated", "state")
-OF_GROUPS = "(([^<>!=]+/[^<>!=]+_)?(mean|std|n)|repeated)[<>!=]"  # filters of the columns that --group adds
+OF_GROUPS = r"(([^<>!=]+/[^<>!=]+_)?(mean|std|n)|repeated|state(?=!?=\d))[<>!=]"  # filters of what --group adds
 LONGEST = 16  # characters of a text in a table that is too wide
 TIMESTAMP = r"^\d{8}-\d{6}-"  # with which the name of a run begins
 ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -127,7 +127,7 @@ def read_run(path: Path) -> dict:
         state = "running"
     run = {"path": path, "run": path.name, "parent": read(path / "provenance" / "parent.json", read_parent, None)}
     run |= read(path / "config.yaml", read_options, {})
-    if passes(run.get("max_steps"), ">", "0"):
+    if passes(run, "max_steps", ">", "0"):
         run.pop("epochs", None)  # has no effect
     run["code"] = read_code(path)
     run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
@@ -198,7 +198,7 @@ def chosen(runs: list[dict], text: str) -> list[dict]:
         paths = [run["path"] for run in named(runs, wanted)]
         left = [run for run in runs if (run["path"] in paths) == (comparison == "=")]
     else:
-        left = [run for run in runs if passes(run.get(key), comparison, wanted)]
+        left = [run for run in runs if passes(run, key, comparison, wanted)]
         left = left or [run for run in runs if has_name(run, text)]
     if not left:
         problem = "no run is left" if key in names else f"choose from {', '.join(names)}"
@@ -206,13 +206,16 @@ def chosen(runs: list[dict], text: str) -> list[dict]:
     return left
 
 
-def passes(value, comparison: str, wanted: str) -> bool:
-    """Whether a value passes a filter. For > and the like, texts and missing values do not."""
+def passes(run: dict, key: str, comparison: str, wanted: str) -> bool:
+    """Whether a run passes a filter. For > and the like, texts and missing values do not. A value is also equal to what
+    the table shows of it."""
+    value = run.get(key)
     ours = number(value)
     limit = number(wanted)
     if comparison in ORDER:
         return isinstance(ours, float) and isinstance(limit, float) and ORDER[comparison](ours, limit)
-    is_equal = ours == limit or fnmatchcase(str(value), wanted.replace("…", "*"))  # as the table cuts a long text
+    pattern = wanted.replace("…", "*")  # as the table cuts a long text
+    is_equal = ours == limit or wanted == cell(key, value) or fnmatchcase(str(value), pattern)
     return is_equal == (comparison == "=")
 
 

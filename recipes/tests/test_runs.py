@@ -564,6 +564,26 @@ def test_a_value_that_was_cut_is_accepted(tmp_path: Path):
     assert row["run"] == "20260101-000001-x"
 
 
+def test_a_value_that_was_rounded_is_accepted(tmp_path: Path):
+    """Of a run and of a group, and the number of its states."""
+    for number in range(4):
+        value = 0.876543210 + number / 100 - number % 2 / 50
+        path = make(tmp_path, number, [value], seed=number % 2, lr=(2.3012345, 0.8131313)[number // 2])
+        change_summary(path, seconds=61.5)
+    for filters, expected in {
+        "lr=2.301": "01",
+        "lr!=2.301": "23",
+        "best=0.87654": "0",
+        "time=0:01:01": "0123",
+        "best<0.87654": "1",
+    }.items():
+        assert "".join(row["run"][14] for row in table(tmp_path, f"--filter {filters}")) == expected
+    words = (f"{tmp_path}", "--group", "--columns", "n", "--format", "csv", "--filter")
+    for filters in ("mean=0.87154", "state=2 finished, lr=2.301", "std=0.0070711, lr=2.301"):
+        assert runs_of(*words, *filters.split(", ")) == "n\n2\n"
+    assert ", 2 pairs" in runs(tmp_path, "--compare lr=2.301 lr=0.8131").stdout
+
+
 def test_a_title_that_is_broken_is_the_name_of_its_column(tmp_path: Path):
     for number in range(2):
         path = make(tmp_path, number, [0.5], optim={"base_lr": number / 10, "momentum": number / 20})
