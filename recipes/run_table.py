@@ -1,5 +1,6 @@
 """What recipes/runs.py is made of: reads the runs in a directory, and prints a table that fits the terminal."""
 
+import difflib
 import fcntl
 import glob
 import json
@@ -22,7 +23,7 @@ from simple_parsing.utils import flatten_join
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from runtime.errors import ConfigError  # noqa: E402
 
-NO_COLUMNS = ("path", "run", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
+NO_COLUMNS = ("path", "run", "last", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
 AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
 RESULTS = ("best", "best_step", "step", "time", "state")
 # Of a table that is too wide, these columns are left out first, then the options, the last first.
@@ -73,6 +74,8 @@ def read_summary(file) -> dict:
     for name in ("parameters", "best", "best_step", "step", "seconds"):
         if not isinstance(summary.get(name), int | float | None):
             raise ValueError(f"{name} is no number")
+    last = dict(summary.get("last", {}))
+    summary["last"] = {name: value for name, value in last.items() if "/" in name and isinstance(value, int | float)}
     return summary
 
 
@@ -131,7 +134,7 @@ def read_run(path: Path) -> dict:
         run.pop("epochs", None)  # has no effect
     run["code"] = read_code(path)
     run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
-    run |= {"time": summary.get("seconds"), "state": state}
+    run |= {"time": summary.get("seconds"), "state": state, "last": summary.get("last", {})}
     return run | read_tests(path, run["best_step"])
 
 
@@ -172,6 +175,27 @@ def is_monitored(name: str, runs: list[dict]) -> bool:
     return name in ("best", "mean") or name.endswith((f"/{metric}", f"/{metric}_mean"))
 
 
+def column_of(runs: list[dict], name: str, best: str = "best") -> str:
+    """The column of this name, which is `best` for the value that is monitored. The last values that a run has logged
+    become columns when they are asked for."""
+    if any(name in run for run in runs):
+        return name
+    if {run.get("monitor") for run in runs} == {name}:
+        return best
+    for run in runs:
+        if name in run.get("last", {}):
+            run[name] = run["last"][name]
+    return name
+
+
+def no_column(text: str, name: str, rows: list[dict]) -> ConfigError:
+    """The error about a text that names a column which is not there."""
+    names = dict.fromkeys(known for row in rows for known in (*row, *row.get("last", {})))
+    meant = [known for known in names if name in known] or difflib.get_close_matches(name, names)
+    hint = f"; did you mean {' or '.join(meant[:5])}?" if meant else ""
+    return ConfigError(f"{text}: no such column{hint}")
+
+
 def has_name(run: dict, text: str) -> bool:
     """Whether a run has this name, with the time or without it, or this path; `*` is any text. A group has none."""
     if "run" not in run:
@@ -191,8 +215,9 @@ def chosen(runs: list[dict], text: str) -> list[dict]:
     comparison is a name, or a part of some. Raises ConfigError if there is none."""
     found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
     key, comparison, wanted = found.groups() if found else ("run", "=", text)
-    names = dict.fromkeys(name for run in runs for name in run)
-    if key not in names:  # a name may have `=` in it
+    key = column_of(runs, key)
+    is_column = any(key in run for run in runs)
+    if not is_column:  # a name may have `=` in it
         left = named(runs, text)
     elif key == "run" and comparison in ("=", "!="):
         paths = [run["path"] for run in named(runs, wanted)]
@@ -201,8 +226,7 @@ def chosen(runs: list[dict], text: str) -> list[dict]:
         left = [run for run in runs if passes(run, key, comparison, wanted)]
         left = left or [run for run in runs if has_name(run, text)]
     if not left:
-        problem = "no run is left" if key in names else f"choose from {', '.join(names)}"
-        raise ConfigError(f"{text}: {problem}")
+        raise ConfigError(f"{text}: no run is left") if is_column else no_column(text, key, runs)
     return left
 
 

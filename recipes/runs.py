@@ -22,6 +22,9 @@ its starts. Of a fork, `parent` is the run and the step it began with, and `best
 `test/accuracy_mean` and `test/accuracy_std`, and `test/accuracy_n` if not all of the n runs were evaluated. A filter of
 these, or of `mean`, `std` and `n`, chooses groups: `--group --filter 'n>=3'`.
 
+The value that is monitored is `best`, or `mean`, also by its own name. The other last values that a run has logged, as
+`val/loss` and `train/loss`, are columns when `--columns`, `--sort` or `--filter` names them.
+
 `code` is shown where it differs, and there is room, else a line tells it: the names of the versions of the code, kept
 in provenance/ of each run. `--group` puts runs of other code into other rows, and counts a seed once: of its runs the
 newest that has finished, or the newest.
@@ -52,10 +55,12 @@ from run_table import (
     ConfigError,
     cell,
     chosen,
+    column_of,
     differing,
     find_runs,
     grouped,
     is_monitored,
+    no_column,
     number,
     place,
     print_table,
@@ -268,6 +273,12 @@ def parse() -> argparse.Namespace:
 
 def show(runs: list[dict], names: list[str], args: argparse.Namespace) -> None:
     """Prints the table: the runs, or groups of them, with the columns in which they differ and their results."""
+    if args.group:
+        for name in [*args.columns, args.sort or "", *args.filter]:
+            column_of(runs, re.sub("_(mean|std|n)([<>!=].*)?$", "", name))
+    best = "mean" if args.group else "best"
+    args.columns = [column_of(runs, name, best) for name in args.columns]
+    args.sort = args.sort and column_of(runs, args.sort, best)
     rows = runs
     shown = ["run", *names, "best", *tests_of(runs), *RESULTS[1:]]
     if args.group:
@@ -278,10 +289,9 @@ def show(runs: list[dict], names: list[str], args: argparse.Namespace) -> None:
         usual = [name for name in rows[0] if name.endswith("_n") and all(row[name] == row["n"] for row in rows)]
         usual += ["repeated"] if not any(row["repeated"] for row in rows) else []
         shown = [name for name in rows[0] if name not in usual]
-    known = dict.fromkeys([*shown, *(name for row in rows for name in row)])
     for name in [*args.columns, args.sort or shown[0]]:
-        if name not in known:
-            raise ConfigError(f"{name}: choose from {', '.join(known)}")
+        if not any(name in row for row in rows):
+            raise no_column(name, name, rows)
     if args.sort:
         mode = read_mode(runs[0]) if is_monitored(args.sort, runs) else ""
         rows = sorted(rows, key=lambda row: place(row.get(args.sort), mode))

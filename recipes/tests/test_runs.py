@@ -333,7 +333,34 @@ def test_columns_are_chosen(sweep: Path):
     ]
     assert "not shown" not in runs(sweep, "--columns run best_step", columns=20).stdout
     assert runs(sweep, "--group --columns width n").stdout.splitlines()[1:] == ["width  n", "32     3", "64     3"]
-    assert "choose from run, seed, width" in runs(sweep, "--columns colour", code=2).stderr
+    assert runs(sweep, "--columns colour", code=2).stderr.endswith("error: colour: no such column\n")
+    assert (
+        "effective: no such column; did you mean effective_batch_size?\n"
+        in runs(sweep, "--columns effective", code=2).stderr
+    )
+    assert "widht: no such column; did you mean width?\n" in runs(sweep, "--sort widht", code=2).stderr
+    assert "widht=3: no such column; did you mean width?\n" in runs(sweep, "--filter widht=3", code=2).stderr
+
+
+def test_the_last_values_are_columns_when_they_are_asked_for(tmp_path: Path):
+    """The monitored one is `best`."""
+    for number in range(4):
+        path = make(tmp_path, number, [0.9, 0.5 + number / 10], monitor="val/mase", monitor_mode="min", seed=number)
+        last = {"lr": 0.1, "val/mase": 0.5 + number / 10, "val/loss": 3 - number, "train/loss": None}
+        change_summary(path, last=last)
+    assert not [name for name in table(tmp_path)[0] if "/" in name]
+    assert [row["run"][14] for row in table(tmp_path, "--sort val/mase")] == [*"0123"]
+    assert [*table(tmp_path, "--columns run val/mase")[0]] == ["run", "best"]
+    assert [row["run"][14] for row in table(tmp_path, "--filter val/mase>=0.7")] == [*"23"]
+    assert [row["val/loss"] for row in table(tmp_path, "--sort val/loss")] == [*"0123"]
+    assert [row["seed"] for row in table(tmp_path, "--columns seed --filter val/loss=2")] == ["1"]
+    assert [*table(tmp_path, "--columns run val/loss")[0]] == ["run", "val/loss"]
+    assert "did you mean val/loss?" in runs(tmp_path, "--columns al/loss", code=2).stderr
+    (row,) = table(tmp_path, "--group --sort val/loss_mean --filter val/loss_mean=1.5")
+    assert row["val/loss_mean"] == "1.5" and row["n"] == "4"
+    assert [*table(tmp_path, "--group --columns val/mase n --sort val/mase")[0]] == ["mean", "n"]
+    assert "did you mean val/loss_mean or " in runs(tmp_path, "--group --sort val/loss", code=2).stderr
+    assert "val/loss" not in runs(tmp_path, "--diff 000000 000001").stdout
 
 
 def test_fractions_have_four_digits_but_in_csv_and_diff(tmp_path: Path):
@@ -554,7 +581,7 @@ def test_an_option_wins_over_a_name_that_looks_like_one(tmp_path: Path):
     full = named(tmp_path, "width=1", "width=40", "other")
     assert [row["run"] for row in table(tmp_path, "--filter width=1")] == [full[1]]
     assert "width=4: no run is left" in runs(tmp_path, "--filter width=4", code=2).stderr
-    assert "colour=1: choose from " in runs(tmp_path, "--filter colour=1", code=2).stderr
+    assert "colour=1: no such column" in runs(tmp_path, "--filter colour=1", code=2).stderr
 
 
 def test_a_value_that_was_cut_is_accepted(tmp_path: Path):
@@ -651,9 +678,9 @@ def test_groups_are_filtered_by_their_own_columns(tested: Path):
     }.items():
         assert [row["width"] for row in table(tested, f"--group --filter {filters}")] == expected
     assert "mean>2: no run is left" in runs(tested, "--group --filter mean>2", code=2).stderr
-    assert "mean>0: choose from " in runs(tested, "--filter mean>0", code=2).stderr
+    assert "mean>0: no such column" in runs(tested, "--filter mean>0", code=2).stderr
     error = runs(tested, "--group --filter test/colour_mean>0", code=2).stderr
-    assert "test/colour_mean>0: choose from width, mean, " in error and error.count("\n") == 1
+    assert "test/colour_mean>0: no such column; did you mean test/" in error and error.count("\n") == 1
     assert table(tested, "--group --filter logger_name!=a/b_n=3")
 
 
@@ -783,7 +810,7 @@ def test_compare_pairs_what_is_finished(tmp_path: Path):
 
 def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
     both = runs(sweep, "--compare width=32 val=7", code=2)
-    assert "val=7: choose from " in both.stderr
+    assert "val=7: no such column" in both.stderr
     error = runs(sweep, "--compare 2026 width=64", code=2).stderr
     assert error.endswith(
         "20260101-000000-x and 20260101-000003-x have the same seed; keep one of them, as by --filter width=32\n"
