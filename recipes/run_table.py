@@ -9,6 +9,7 @@ import operator
 import re
 import sys
 import textwrap
+import zlib
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
@@ -24,6 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from runtime.errors import ConfigError  # noqa: E402
 
 NO_COLUMNS = ("path", "run", "last", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
+UNTRAINED = ("tests", "recipes", "benchmarks")  # folders whose code no training runs
 AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
 RESULTS = ("best", "best_step", "step", "time", "state")
 # Of a table that is too wide, these columns are left out first, then the options, the last first.
@@ -85,11 +87,18 @@ def read_parent(file) -> str:
     return f"{Path(parent['path']).parent.parent.name} step {parent['step']}"
 
 
-def read_code(path: Path) -> str | None:
+def read_code(path: Path, versions: dict) -> str | None:
     """The names of all versions of the code with which a run has trained. After a resume with an edit, or in a fork,
     there are several: its best value may come from each of them. None if it has kept no code."""
-    folders = (path / "provenance").glob("code-????????")  # not *.tmp, left by a kill
-    return ",".join(sorted(folder.name for folder in folders)) or None
+    names = set()
+    for folder in sorted((path / "provenance").glob("code-????????")):  # not *.tmp, left by a kill
+        if folder.name not in versions:  # a name stands for all files: it is read once
+            files = sorted(file.relative_to(folder) for file in folder.rglob("*.py"))
+            trained = [(name, read(folder / name, lambda file: zlib.crc32(file.read().encode()), 0))
+                       for name in files if name.parts[0] not in UNTRAINED]  # fmt: skip
+            versions[folder.name] = versions.setdefault(str(trained), folder.name)
+        names.add(versions[folder.name])
+    return ",".join(sorted(names)) or None
 
 
 def read_test(file) -> tuple[int | None, dict[str, float]]:
@@ -120,8 +129,9 @@ def read_mode(options: dict) -> str:
     return mode if mode in ("max", "min") else ""
 
 
-def read_run(path: Path) -> dict:
-    """The options, as texts, and the results of a run, in the order of the columns."""
+def read_run(path: Path, versions: dict) -> dict:
+    """The options, as texts, and the results of a run, in the order of the columns. `versions` has what runs before
+    have told of the code."""
     summary = read(path / "summary.json", read_summary, {})
     state = summary.get("state")
     if state not in ("finished", "failed"):
@@ -132,7 +142,7 @@ def read_run(path: Path) -> dict:
     run |= read(path / "config.yaml", read_options, {})
     if passes(run, "max_steps", ">", "0"):
         run.pop("epochs", None)  # has no effect
-    run["code"] = read_code(path)
+    run["code"] = read_code(path, versions)
     run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
     run |= {"time": summary.get("seconds"), "state": state, "last": summary.get("last", {})}
     return run | read_tests(path, run["best_step"])
@@ -143,7 +153,8 @@ def find_runs(folder: Path) -> list[dict]:
     found = glob.glob(f"{glob.escape(str(folder))}/**/config.yaml", recursive=True)  # not in hidden folders
     paths = [Path(name).parent for name in found]
     paths = [path for path in paths if (path / "logs").is_dir()]  # wandb has a config.yaml of its own
-    return [read_run(path) for path in sorted(paths, key=lambda path: (path.name, path))]
+    versions: dict[str, str] = {}
+    return [read_run(path, versions) for path in sorted(paths, key=lambda path: (path.name, path))]
 
 
 # ---- choose and sort them

@@ -26,8 +26,8 @@ The value that is monitored is `best`, or `mean`, also by its own name. The othe
 `val/loss` and `train/loss`, are columns when `--columns`, `--sort` or `--filter` names them.
 
 `code` is shown where it differs, and there is room, else a line tells it: the names of the versions of the code, kept
-in provenance/ of each run. `--group` puts runs of other code into other rows, and counts a seed once: of its runs the
-newest that has finished, or the newest.
+in provenance/ of each run. Versions that differ in tests, recipes and benchmarks alone have one name. `--group` puts
+runs of other code into other rows, and counts a seed once: of its runs the newest that has finished, or the newest.
 
 `--compare` takes finished runs. The 95 % interval is that of Student's t. If 0 is in it, the last line tells with how
 many more seeds it would not be, in four of five cases, if the difference and its spread are as they seem now.

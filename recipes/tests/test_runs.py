@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from edits import copy_programs, insert_after
-from helpers import REPO, SMALL, call, start
+from helpers import REPO, SMALL, call, run_dir, start
 from scipy.stats import ttest_1samp, ttest_rel
 
 OPTIONS = {"out_dir": "x", "seed": 0, "width": 32, "logger_name": ["csv"], "effective_batch_size": 100,
@@ -136,7 +136,8 @@ def test_grouped_over_folds(tmp_path: Path):
 def with_code(path: Path, *versions: str) -> None:
     """Makes the folders in which a run keeps the versions of its code."""
     for version in versions:
-        (path / "provenance" / f"code-{version}").mkdir(parents=True)
+        (folder := path / "provenance" / f"code-{version}").mkdir(parents=True)
+        (folder / "train.py").write_text(version)
 
 
 def test_a_repeated_seed_counts_once(tmp_path: Path):
@@ -169,12 +170,34 @@ def test_runs_of_other_code_are_another_group(tmp_path: Path):
     assert "code" not in table(tmp_path, "--filter code=code-12e45678")[0]
 
 
+def test_code_that_does_not_train_is_no_other_code(tmp_path: Path):
+    """Runs whose versions differ in tests, recipes and benchmarks alone have the first of the names."""
+    for number, (version, name) in enumerate(
+        [("c", "x.py"), ("b", "tests/x.py"), ("a", "recipes/kinds/x.py"), ("d", "benchmarks/x.py"), ("e", "x.py")]
+    ):
+        path = make(tmp_path, number, [0.5], seed=number)
+        file = path / "provenance" / f"code-{version * 8}" / name
+        file.parent.mkdir(parents=True)
+        (file.parents[len(Path(name).parents) - 1] / "train.py").write_text("same")
+        file.write_text(version)
+    codes = ["code-cccccccc", *["code-bbbbbbbb"] * 3, "code-eeeeeeee"]
+    assert [row["code"] for row in table(tmp_path)] == codes
+    assert [row["n"] for row in table(tmp_path, "--group")] == ["1", "3", "1"]
+    assert len(table(tmp_path, "--filter code=code-bbbbbbbb")) == 3
+
+
 def test_the_code_of_real_runs(program: Path, cwd: Path):
     """Trained twice, then with an edit. One is resumed with it."""
     command = f"{copy_programs(program)}/train.py {SMALL} --epochs 1"
     call(f"{command} --out_dir a", cwd)
     call(f"{command} --out_dir b", cwd)
     assert [row["repeated"] for row in table(cwd, "--group")] == ["1"]
+    (program / "tests" / "of_mine.py").parent.mkdir(exist_ok=True)
+    (program / "tests" / "of_mine.py").write_text("# a comment\n")
+    call(f"{command} --out_dir d", cwd)
+    assert len([*cwd.glob("*-[ad]/provenance/code-*")]) == 2
+    assert [row["repeated"] for row in table(cwd, "--group")] == ["2"]
+    shutil.rmtree(run_dir(cwd, "d"))
     insert_after(program, "batch", "images = images + 0")
     call(f"{program}/train.py --resume b --epochs 2", cwd)
     call(f"{command} --out_dir c", cwd)
