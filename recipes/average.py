@@ -69,6 +69,7 @@ def parse(cls: type, argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = cli.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", required=True, metavar="RUN", help="a run directory, or its name without the time")
+    parser.add_argument("--root_dir", default=".", help="directory that holds the run directories")
     parser.add_argument("--num", type=int, required=True, help="number of checkpoints")
     args = parser.parse_args(argv)
     if args.num < 2:
@@ -78,7 +79,7 @@ def parse(cls: type, argv: list[str]) -> argparse.Namespace:
 
 @as_run_error()
 def main(args: argparse.Namespace) -> int:
-    run_dir = cli.find_run("--out_dir", args.out_dir, ".")
+    run_dir = cli.find_run("--out_dir", args.out_dir, args.root_dir)
     path = run_dir / "checkpoints" / f"average-{args.num}.ckpt"
     if path.exists():
         raise ConfigError(f"--num {args.num}: {path} is there already; rename or delete it")

@@ -27,8 +27,9 @@ class Mistake(ValueError):
     """In what is given: printed as one line, exit code 2."""
 
 
-def find(path: Path) -> Path:
+def find(path: Path, root_dir: Path) -> Path:
     """A file; for a directory the newest predictions in it, or in the directories in it."""
+    path = next((each for each in (root_dir / path, path) if each.exists()), path)
     if path.is_file():
         return path
     found = [*path.glob("predictions_*.pt"), *path.glob("*/predictions_*.pt")]
@@ -129,8 +130,10 @@ def main() -> None:
         description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", type=Path, default=[Path(".")], metavar="RUN_DIR_OR_FILE")
-    for path in parser.parse_args().paths:
-        report(find(path))
+    parser.add_argument("--root_dir", type=Path, default=Path("."), help="directory that holds the run directories")
+    args = parser.parse_args()
+    for path in args.paths:
+        report(find(path, args.root_dir))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,8 @@ def diff(runs: list[dict], names: list[str]) -> None:
     for name in names:
         found = chosen(runs, name)
         if len(found) > 1:
-            raise ConfigError(f"--diff {name}: {len(found)} runs have that in their name")
+            first = ", ".join(run["run"] for run in found[:4]) + ", …" * (len(found) > 4)
+            raise ConfigError(f"--diff {name}: {len(found)} runs fit: {first}")
         pair += found
     (packages, code), (other_packages, other_code) = map(provenance, pair)
     for title, ours, theirs in (("value", *pair), ("package", packages, other_packages)):

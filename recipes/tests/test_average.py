@@ -36,7 +36,7 @@ def test_numbers_are_averaged_in_float64_and_integers_are_those_of_the_newest(tr
     cwd = copied(trained, tmp_path)
     folder = run_dir(cwd)
     before = snapshot(cwd)
-    done = call(f"{AVERAGE} --out_dir train_out --num 3", cwd)
+    done = call(f"{AVERAGE} --root_dir {cwd} --out_dir train_out --num 3", tmp_path)
     assert "has the mean of steps 20, 18, 16\n" in done.stdout
     path = folder / "checkpoints" / "average-3.ckpt"
     assert before == {file: content for file, content in snapshot(cwd).items() if file != path}

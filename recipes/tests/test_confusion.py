@@ -111,6 +111,15 @@ def test_predictions_that_are_not_finite_keep_their_rows(folder: Path):
     assert len(rows) == len(targets) and rows[3]["confidence"] == "nan" != rows[4]["confidence"]
 
 
+def test_runs_in_another_directory(folder: Path, tmp_path: Path):
+    """All of them, or one by its name; a path holds as it is."""
+    save(folder, *of_classes())
+    (cwd := tmp_path / "elsewhere").mkdir()
+    for words in ("--root_dir ..", f"{folder.name} --root_dir ..", f"--root_dir .. ../{folder.name}"):
+        assert "200 samples" in call(f"recipes/confusion.py {words}", cwd).stdout
+    assert "nowhere: no predictions" in call("recipes/confusion.py --root_dir .. nowhere", cwd, code=2).stderr
+
+
 def test_half_precision(folder: Path):
     logits, targets = of_classes()
     call(f"recipes/confusion.py {save(folder, logits.bfloat16(), targets)}", folder)

@@ -531,6 +531,13 @@ def test_diff(tmp_path: Path):
     assert text == "value\nall the same\n\npackage\nall the same\n\ncode\nnot kept\n"
 
 
+def test_diff_names_the_first_of_several_runs(sweep: Path):
+    first = ", ".join(f"20260101-00000{number}-x" for number in range(4))
+    assert f"--diff 2026: 6 runs fit: {first}, …\n" in runs(sweep, "--diff 2026 000000", code=2).stderr
+    first = "20260101-000001-x, 20260101-000004-x"
+    assert f"--diff seed=1: 2 runs fit: {first}\n" in runs(sweep, "--diff 000000 seed=1", code=2).stderr
+
+
 def test_diff_shows_the_code_that_differs(program: Path, cwd: Path):
     """Of two runs that train.py has written, one after an edit and with a new file. Of a run that was resumed with
     other code, the newest counts."""
