@@ -346,6 +346,8 @@ def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Co
     for row in zip(*cells.values(), strict=True):
         for line in zip_longest(*(text.split("\n") for text in row), fillvalue=""):
             print("  ".join(map(str.ljust, line, widths)).rstrip())
-    if left_out:
-        print(textwrap.fill(f"not shown: {', '.join(left_out)}; --wide shows all, --columns some", max(int(width), 20)))
+    if left_out:  # the last ones are the options, which are the most wanted
+        names = dict.fromkeys(re.sub("(/.*)_(mean|std|n)$", r"\1_*", name) for name in reversed(left_out))
+        about = f"not shown (--wide shows all, --columns some): {', '.join(names)}"
+        print(textwrap.fill(about, max(int(width), 20), max_lines=4, placeholder=" …"))
     return cells

@@ -251,6 +251,8 @@ class Sweep:
             cli.say(f"best {self.monitor} {best.value:.5g} of {done} trials: {best.params}")
             for run_dir in best.user_attrs["run_dirs"]:
                 cli.say(f"next: python test.py --out_dir {shlex.quote(run_dir)}")
+            words = shlex.join([str(self.folder.parent), "--group", "--sort", "mean", "--filter", f"run={self.name}-*"])
+            cli.say(f"next: python recipes/runs.py {words}")
         return PREEMPTED if self.stopping.is_set() else int(left > 0)
 
 

@@ -293,8 +293,8 @@ def test_a_table_of_many_runs_fits(columns: int, option: str, many: Path):
     if option != "--group":
         names = [line.split()[0] for line in lines if line.startswith(("x-", "and-", "make-", "long"))]
         assert "".join(names).count("-and-many-other-options-that-make-it-long") == 200
-    last = " ".join(lines[lines.index(next(line for line in lines if line.startswith("not shown:"))) :])
-    assert "option_number_8" in last and last.endswith("--wide shows all, --columns some")
+    last = " ".join(lines[lines.index(next(line for line in lines if line.startswith("not shown"))) :])
+    assert "option_number_8" in last and last.startswith("not shown (--wide shows all, --columns some): ")
 
 
 def test_the_name_that_the_user_gave_is_broken_and_not_cut(tmp_path: Path):
@@ -728,6 +728,19 @@ def test_a_table_of_80_columns_leaves_out_the_other_metrics_first(tested: Path):
         ["accuracy_", "accuracy_", "loss_", "loss_"],
         ["mean", "std", "mean", "std"],
     ]
+
+
+def test_what_is_not_shown_takes_a_few_lines(tested: Path):
+    """Mean, deviation and number of a metric are one name. A list that is too long is cut at its end."""
+    for number, path in enumerate(sorted(tested.iterdir())):
+        evaluate(path, **{f"metric_{i}": number / 7 for i in range(11 if number else 10)})
+    *_, first, last = runs(tested, "--group").stdout.splitlines()
+    assert "  " not in first and f"{first} {last}".endswith(", ".join(f"test/metric_{i}_*" for i in range(9, 11)))
+    for number, path in enumerate(sorted(tested.iterdir())):
+        evaluate(path, **{f"metric_with_a_long_name_{i}": number / 7 for i in range(30)})
+    lines = runs(tested, "--group").stdout.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("not shown"))
+    assert len(lines) - start <= 4 and lines[-1].endswith(" …")
 
 
 def test_another_split_or_checkpoint_is_in_the_name(tested: Path):

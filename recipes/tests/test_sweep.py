@@ -99,13 +99,16 @@ def test_a_grid_trains_each_point_with_each_seed_and_takes_the_mean(alone):
 
 
 def test_the_last_lines_name_the_runs_of_the_best_trial_and_evaluate_them(alone):
-    *_, best, first, second = (alone / "printed").read_text().splitlines()
+    *_, best, first, second, table = (alone / "printed").read_text().splitlines()
     found = max(trials(alone), key=lambda trial: trial.value)
     number = found.user_attrs["number"]
     assert best == f"best val/accuracy {found.value:.5g} of 2 trials: {found.params}"
     for line, seed in ((first, 1), (second, 2)):
         command = re.fullmatch(rf"next: python (test.py --out_dir \d+-\d+-grid-{number}-seed={seed})", line)[1]
         assert "best.ckpt on 380 test samples" in call(f"{command} --accelerator cpu", alone).stdout
+    command = table.removeprefix("next: python ").replace("'", "")
+    assert command == "recipes/runs.py . --group --sort mean --filter run=grid-*"
+    assert call(command, alone).stdout.count("2 finished") == 2
 
 
 def test_the_journal_and_the_outputs_are_in_one_folder(alone):
