@@ -92,9 +92,9 @@ def format_row(names, values) -> str:
 
 
 def fitting(names: list[str], kept: list[str]) -> list[str]:
-    """The names whose columns fit in a line of the terminal, or in 80 characters if there is none: those of `kept`,
-    which are never left out, then those of the validation, then others."""
-    room = shutil.get_terminal_size().columns
+    """The names whose columns fit in a line of the terminal, if there is one: those of `kept`, which are never left
+    out, then those of the validation, then others."""
+    room, _ = shutil.get_terminal_size(fallback=(10**6, 0))  # a file takes lines of any length
     chosen = [name for name in names if name in kept]
     for name in sorted(names, key=lambda name: not name.startswith("val/")):
         if name not in chosen and len(format_row([*chosen, name], [*chosen, name])) <= room:

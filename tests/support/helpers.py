@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # A shell ignores it for jobs in the background, and a run keeps what is ignored: here tests decide on it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table of a run is then as narrow
 os.environ.pop("PYTHONUNBUFFERED", None)  # print would write the parts of a line apart: those of two ranks mix
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
