@@ -301,6 +301,12 @@ def gone_options(options: dict, config: Any) -> dict:
     return {name: value for name, value in options.items() if name not in names}
 
 
+def gone_lines(text: str, config: Any) -> str:
+    """The lines of a config.yaml for the options that the config does not have."""
+    gone = gone_options(read_yaml(text), config)
+    return yaml.safe_dump(gone, sort_keys=False) if gone else ""
+
+
 def known_options(options: dict, config: Any) -> dict:
     """Those of the options of a config.yaml that the config has. Prints the others."""
     gone = gone_options(options, config)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -32,11 +31,10 @@ from runtime.cli import (
     ROOT,
     SOURCES,
     as_config_error,
-    gone_options,
+    gone_lines,
     named_folders,
     newest_run,
     read_summary,
-    read_yaml,
     say,
     to_yaml,
 )
@@ -408,10 +406,9 @@ class RunDir:
         """Writes config.yaml. That of a resumed run keeps the options that are gone from the code: they may have been
         renamed."""
         path = self.path / "config.yaml"
-        gone = gone_options(read_yaml(path.read_text()), self.config) if path.exists() else {}
+        gone = gone_lines(path.read_text(), self.config) if path.exists() else ""
         with atomically(path) as file:
-            file.write(yaml.safe_dump(gone, sort_keys=False) if gone else "")
-            file.write(self.config_text)
+            file.write(f"{gone}{self.config_text}")
 
     # ---- now and then
 
