@@ -124,21 +124,20 @@ def fit(path: Path, saved: dict, config: TrainConfig):
         raise ConfigError(f"{path}: {error}") from error
 
 
-def fork(path: Path, saved: dict, digest: str, given: dict) -> RunDir:
+def fork(path: Path, saved: dict, digest: str, before: TrainConfig, config: TrainConfig) -> RunDir:
     """Makes the directory of a fork.
 
     Args:
         path: The checkpoint.
         saved: Its contents.
         digest: Its SHA-256.
-        given: The options that differ from those of the checkpoint.
+        before: The options of the checkpoint.
+        config: The options of the fork.
 
     Raises:
         ConfigError: An option is wrong, or the directory cannot be written; nothing is left of it.
     """
     about = saved["checkpoint"]
-    before = config_of(path, saved)
-    config = replace(before, given)
     old = values_of(before)
     changed = {name for name, value in values_of(config).items() if value != old[name]}
     is_same_data = not changed & {*config.fixed_on_resume, *config.per_host}
@@ -206,8 +205,10 @@ def main(arguments: tuple[Path, dict]) -> int:
             raise ConfigError(f"{run_dir} has no whole checkpoint")
         found = newest
     path, saved, digest = found
-    fit(path, saved, replace(config_of(path, saved), given))
-    run = fork(path, saved, digest, given)
+    before = config_of(path, saved)
+    config = replace(before, given)
+    fit(path, saved, config)
+    run = fork(path, saved, digest, before, config)
     cli.say(f"{run.path} begins after step {saved['checkpoint']['step']} of {path}")
     cli.say(f"next: {run.next_command(is_finished=False)}")
     return 0

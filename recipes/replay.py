@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fork import fork, read_first  # noqa: E402
+from fork import config_of, fork, read_first  # noqa: E402
 
 import train  # noqa: E402
 from config import TrainConfig  # noqa: E402
@@ -282,8 +282,9 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     )
     found = read_first([path for path in checkpoints_of(run_dir) if 0 <= step_of(path) < args.step])
     if found:
-        cli.say(f"replays {run_dir} from {found[0]}")
-        return fork(*found, vars(config)).path
+        path, saved, digest = found
+        cli.say(f"replays {run_dir} from {path}")
+        return fork(path, saved, digest, config_of(path, saved), config).path
     cli.say(f"replays {run_dir} from the beginning")
     path = Path(folder) / "replay"  # a run that was killed before its first checkpoint
     path.mkdir()
