@@ -52,6 +52,16 @@ pytestmark = pytest.mark.recipes
 ON_TOP_OF = {MUON: "language_model", IGNORED: "segmentation", THAW: "finetune", LAST_FIT: "crossvalidation"}
 
 
+def assert_resumed_and_the_same_on_two_processes(diff: str, cwd: Path, options: str = "") -> tuple[Path, Path]:
+    """Returns the edited programs, and where the run that was not killed is."""
+    (cwd / "program").mkdir()
+    program = edited(diff, cwd / "program")
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} {options}".strip(), cwd)
+    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8 {options}".strip(), cwd)
+    assert_same_training(two, one)
+    return program, whole
+
+
 def results(program: Path, cwd: Path, split: str) -> dict:
     """Those of the last checkpoint."""
     call(f"{program}/test.py --accelerator cpu --checkpoint last --split {split}", cwd)
@@ -347,24 +357,16 @@ def test_the_hparams_tab_has_each_run_once_with_its_options_and_last_values(tmp_
 
 
 def test_a_run_with_its_options_in_tensorboard_is_resumed_and_the_same_on_two_processes(tmp_path):
-    (tmp_path / "program").mkdir()
-    program = edited(HPARAMS, tmp_path / "program")
-    killed_and_resumed(f"{program}/{TWELVE} --logger_name csv tensorboard", tmp_path)
-    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8 --logger_name csv tensorboard", tmp_path)
-    assert_same_training(two, one)
+    assert_resumed_and_the_same_on_two_processes(HPARAMS, tmp_path, "--logger_name csv tensorboard")
 
 
 # ---- lazy layers, activation checkpointing, torch.hub
 
 
 def test_a_model_with_lazy_layers_is_evaluated_resumed_and_the_same_on_two_processes(tmp_path):
-    (tmp_path / "program").mkdir()
-    program = edited(LAZY, tmp_path / "program")
-    whole, _ = killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
+    program, whole = assert_resumed_and_the_same_on_two_processes(LAZY, tmp_path)
     assert weights(whole)["layers.8.weight"].shape == (10, 2 * 4 * 2 * 2)
     assert results(program, whole, "test")["accuracy"] > 0.8
-    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
-    assert_same_training(two, one)
 
 
 FORWARDS = "model.module.layers[0].register_forward_hook(lambda *_: print('forward'))"
@@ -384,11 +386,7 @@ def test_activation_checkpointing_computes_the_first_part_twice_and_the_same_in_
 
 
 def test_a_run_with_activation_checkpointing_is_resumed_and_the_same_on_two_processes(tmp_path):
-    (tmp_path / "program").mkdir()
-    program = edited(CHECKPOINTING, tmp_path / "program")
-    killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
-    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
-    assert_same_training(two, one)
+    assert_resumed_and_the_same_on_two_processes(CHECKPOINTING, tmp_path)
 
 
 # ---- pixels without a class, on top of segmentation
