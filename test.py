@@ -4,34 +4,42 @@ python test.py --out_dir 20261121-093000-train_out
 python test.py --out_dir train_out --checkpoint last --split val --predictions
 """
 
-from config import TestConfig, TrainConfig
+from config import EvalConfig, TrainConfig
 from runtime import cli
 
 if __name__ == "__main__":
-    CONFIG = cli.parse_or_exit(cli.parse_test, TestConfig)  # before the heavy imports, as in train.py
+    CONFIG = cli.parse_or_exit(cli.parse_test, EvalConfig)  # before the heavy imports, as in train.py
+
+import torch
 
 from data import build_datasets
-from runtime.evaluation import TestRun, run_test
+from runtime.evaluation import EvalRun, run_test
 from runtime.launch import run_and_exit
 from runtime.loader import Loader, eval_batches
+from runtime.ranks import gather_batches
 from train import build_metrics, build_model, validate
 
 
-def test(run: TestRun):
+def test(run: EvalRun):
     """Evaluates the weights of a checkpoint, in each process."""
     fabric = run.fabric
     config = run.train_config
     model = build_model(config, run.dataset)
     run.load_weights(model)
     model = fabric.setup_module(model)
-    metrics = run.metrics(build_metrics(config, run.dataset))
+    metrics = build_metrics(config, run.dataset).to(fabric.device)
     batch_size = run.config.batch_size or config.micro_batch_size or config.effective_batch_size
     batches = eval_batches(len(run.dataset), batch_size, fabric)
-    loader = Loader(fabric, run.dataset, batches, config, run.resources)
-    run.report(validate(fabric, config, model, loader, metrics))
+    loader = Loader(fabric, run.dataset, batches, config)
+    # Of compute_loss in each batch: tensors with a row per sample, such as logits and targets.
+    outputs: list | None = [] if run.config.predictions else None
+    run.report(validate(fabric, config, model, loader, metrics, kept=outputs))
+    if outputs is not None:
+        batches = gather_batches(outputs)  # of all ranks, in the order of the samples; on rank 0 alone
+        run.save("predictions", [torch.cat(parts) for parts in zip(*batches, strict=True)])
 
 
-def main(config: TestConfig) -> int:
+def main(config: EvalConfig) -> int:
     """Evaluates the run in `config.out_dir`. Returns the exit code. Raises ConfigError and RunError."""
     return run_test(test, build_datasets, config, TrainConfig)
 

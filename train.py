@@ -29,8 +29,8 @@ from data import build_datasets
 from model import Model
 from runtime.launch import run_and_exit
 from runtime.loader import Loader, TrainSampler, eval_batches, seeder
-from runtime.meters import Means, Timer, clip_gradients, scores_of, set_lr, unscale_gradients
-from runtime.rundir import RunDir, run_training
+from runtime.meters import Means, clip_gradients, set_lr, unscale_gradients
+from runtime.run import Run, run_training
 from utils import Plan, make_plan, update_best
 
 
@@ -74,22 +74,30 @@ def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
     return MetricCollection({"accuracy": accuracy}, compute_groups=False)  # each metric has a state of its own
 
 
-def learning_rate(config: TrainConfig, plan: Plan, step: int) -> float:
-    """The learning rate of a step, counted from 1. A function of the step alone: there is no state to restore.
-    recipes/README.md shows how to use a scheduler of torch."""
-    warmup_steps = config.warmup_epochs * plan.steps_per_epoch
+def schedule(config: TrainConfig, plan: Plan, step: int) -> float:
+    """The factor of the learning rates in a step, counted from 1: a function of the step alone, so there is no state
+    to restore. recipes/README.md shows how to use a scheduler of torch."""
     done = step - 1  # steps
-    if done < warmup_steps:
-        return plan.peak_lr * step / (warmup_steps + 1)
+    if done < plan.warmup_steps:
+        return step / (plan.warmup_steps + 1)
     if config.lr_schedule == "cosine":  # Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts
-        angle = math.pi * (done - warmup_steps) / (plan.total_steps - warmup_steps)
-        return plan.peak_lr * 0.5 * (1 + math.cos(angle))
-    return plan.peak_lr
+        angle = math.pi * (done - plan.warmup_steps) / (plan.total_steps - plan.warmup_steps)
+        return 0.5 * (1 + math.cos(angle))
+    return 1.0
 
 
 @torch.no_grad()
-def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, max_batches: int | None = None) -> dict:
-    """The means of what compute_loss returns, and the metrics, over all samples or `max_batches` batches per rank."""
+def validate(
+    fabric: Fabric,
+    config: TrainConfig,
+    model: nn.Module,
+    loader: Loader,
+    metrics: MetricCollection,
+    max_batches: int | None = None,
+    kept: list | None = None,
+) -> dict:
+    """The means of what compute_loss returns, and the metrics, over all samples or `max_batches` batches per rank. The
+    list `kept`, if there is one, gets the arguments of the metrics for each batch, on the CPU."""
     if len(loader) == 0:  # --limit_val_batches 0
         return {}
     means = Means(fabric)
@@ -102,16 +110,16 @@ def validate(fabric: Fabric, config, model: nn.Module, loader: Loader, metrics, 
         values, count, outputs = compute_loss(model, batch, config)
         means.add(values, count)
         metrics.update(*outputs)
+        if kept is not None:
+            kept.append([output.cpu() for output in outputs])
     for module, is_training in modes:  # a frozen part may have another mode than the whole
         module.train(is_training)
-    return means.take() | scores_of(fabric, metrics.compute())  # waits for the device
+    return means.take(metrics.compute())  # waits for the device
 
 
-def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, Dataset]) -> int:
-    """The training run. Returns the exit code. `run.resources` closes what must not outlive the run.
-
-    `run` knows these entries of `state` by name: `step`, `best`, `best_step` and `bad_validations`. To a checkpoint it
-    adds `micro_batch_size`, since dropout and augmentation depend on it, and `precision`, the gradient scaler."""
+def train(fabric: Fabric, config: TrainConfig, run: Run, datasets: dict[str, Dataset]) -> int:
+    """The training run. Returns the exit code. `run` says which step is next, keeps the files of the run, and
+    resumes it."""
     train_set = datasets["train"]
     val_set = datasets["val"]
     plan = make_plan(config, len(train_set), len(val_set), fabric.world_size, run.micro_batch_size)
@@ -124,20 +132,16 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
         model = torch.compile(model, mode=config.compile, dynamic=False)
     model = fabric.setup_module(model)
     # Created after the model was set up, since some strategies replace its parameters.
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
     metrics = build_metrics(config, train_set).to(fabric.device)
     means = Means(fabric)  # of what compute_loss returned since the last log
 
     # ---- data
     sampler = TrainSampler(plan, train_set, fabric.global_rank, config.seed)
-    train_loader = Loader(fabric, train_set, sampler, config, run.resources)
+    train_loader = Loader(fabric, train_set, sampler, config)
     val_batches = eval_batches(plan.val_samples, plan.micro_batch_size, fabric)
-    val_loader = Loader(fabric, val_set, val_batches, config, run.resources)
-
-    # ---- a first validation: a mistake in the model or the data shows before anything is written. It comes before
-    # `run.restore`, so that a resume is exact even if a validation changes the model
-    sanity_results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
+    val_loader = Loader(fabric, val_set, val_batches, config, before_batch=run.stop_if_asked)
 
     # ---- state: a resume restores what is in this dict, and nothing else. Tensors, modules and optimizers are restored
     # in place; a list or a dict is replaced, so the loop takes it from `state` each time.
@@ -146,72 +150,61 @@ def train(fabric: Fabric, config: TrainConfig, run: RunDir, datasets: dict[str, 
         "optimizer": optimizer,
         "means": means,
         "step": 0,
+        "due": [],  # what is still to be done after this step
         "best": None,  # value of `monitor`
         "best_step": 0,
         "to_beat": None,  # value that early stopping compares with
         "bad_validations": 0,  # since that value
     }
-    run.restore(state, plan)
-    run.header(model)
+    run.prepare(state, plan)
+    # A first validation: a mistake in the model or the data shows before anything is written. It comes before
+    # `run.restore`, so that a resume is exact even if a validation changes the model.
+    sanity_results = validate(fabric, config, model, val_loader, metrics, max(1, config.num_sanity_val_steps))
+    run.restore()
+
+    # ---- now and then: save, validate, log
+    def report():
+        """Does what is due after a step. The step is saved first: what fails after that, or is stopped by a signal, is
+        done again by a resume, and no step is lost."""
+        run.save()
+        step = state["step"]
+        results = {}
+        is_best = False
+        if "validate" in state["due"]:
+            results = validate(fabric, config, model, val_loader, metrics)
+        if "log" in state["due"]:
+            row = {"epoch": step / plan.steps_per_epoch, "lr": float(optimizer.param_groups[0]["lr"])}
+            row.update({f"train/{name}": value for name, value in means.take().items()})  # waits for the device
+            row.update(run.timer.take())
+            row.update({f"val/{name}": value for name, value in results.items()})
+            if "validate" in state["due"]:
+                is_best = update_best(state, row[config.monitor], step, config)
+                row["best"] = state["best"]
+            run.log(row)
+        run.end_report(is_best)
+
+    report()  # in a resume, what was due after its step
 
     # ---- the loop
-    batches = train_loader.epochs_from(state["step"])
-    set_step_seed = seeder(fabric.device.type, "whole step", config.seed)
-    set_seed = seeder(fabric.device.type, "step", config.seed)
-    timer = Timer(fabric.device, plan.micro_batch_size * plan.world_size)
-    first_step = state["step"] + 1  # of this process
-    is_over = plan.is_finished(state["step"], state["bad_validations"])  # so a resume may have no step left
-    for step in range(first_step, plan.total_steps + 1):
-        if is_over:
-            break
-        is_val_step = plan.is_due(step, plan.val_interval)
-        is_log_step = plan.is_due(step, plan.log_interval) or is_val_step
-        is_save_step = plan.is_due(step, plan.save_interval)
-        set_step_seed(step)  # what is drawn once for a step is drawn here: it is the same on all ranks
-        lr = learning_rate(config, plan, step)
-        for group in optimizer.param_groups:
-            set_lr(group, lr * group.get("lr_factor", 1.0))
+    for step in run.steps():  # until the last one, early stopping or a signal
+        set_lr(optimizer, schedule(config, plan, step))  # times the rates that the optimizer was built with
+        optimizer.zero_grad()
 
-        for micro_step in range(plan.grad_accum_steps):
-            batch = timer.next(batches)
-            set_seed(plan.micro_batch_number(step, micro_step, fabric.global_rank))
-            is_accumulating = micro_step < plan.grad_accum_steps - 1
-            with fabric.no_backward_sync(model, enabled=is_accumulating):
+        for batch, is_last in train_loader.micro_batches(step, run.timer):  # seeds all generators before each
+            with fabric.no_backward_sync(model, enabled=not is_last):
                 values = compute_loss(model, batch, config)[0]  # the outputs are freed
                 means.add(values)
                 fabric.backward(values["loss"] / plan.grad_accum_steps)
+        run.begin(values, sanity_results)  # makes the run directory in the first step: no failure before leaves one
 
-        if step == first_step:  # the run directory is made only now: no failure before leaves one
-            timer.stop()
-            run.start(values, sanity_results)
         unscale_gradients(fabric, optimizer)
-        if is_log_step or config.max_grad_norm:  # otherwise nobody asks for the norm
-            grad_norm = clip_gradients(optimizer, config.max_grad_norm)
+        if config.max_grad_norm or plan.logs(step):  # otherwise nobody asks for the norm
+            means.add({"grad_norm": clip_gradients(optimizer, config.max_grad_norm)})
         optimizer.step()
-        optimizer.zero_grad()
         state["step"] = step
-
-        # ---- now and then: log, validate, save
-        must_stop = run.must_stop(synchronize=is_log_step or is_save_step)
-        is_best = False
-        row = {}
-        if is_log_step:
-            row = {"epoch": step / plan.steps_per_epoch, "lr": lr}
-            row.update({f"train/{name}": value for name, value in means.take().items()})  # waits for the device
-            row["train/grad_norm"] = grad_norm.item()
-            row.update(timer.take())
-            run.check_loss(row["train/loss"], step)
-        if is_val_step:
-            results = validate(fabric, config, model, val_loader, metrics)
-            row.update({f"val/{name}": value for name, value in results.items()})
-            is_best = update_best(state, row[config.monitor], step, config)
-            row["best"] = state["best"]
-        run.log(row, step)  # before the checkpoint: a resume from it does not log this row again
-        is_over = must_stop or plan.is_finished(step, state["bad_validations"])
-        if is_save_step or is_best or is_over:
-            timer.stop()
-            run.save(step, is_regular=is_save_step or is_over, is_best=is_best)
-    return run.finish("model")
+        state["due"] = plan.due(step)
+        report()
+    return run.finish()
 
 
 def main(config: TrainConfig) -> int:

@@ -20,14 +20,30 @@ class Plan:
     grad_accum_steps: int
     steps_per_epoch: int
     total_steps: int
+    warmup_steps: float
     log_interval: float
     val_interval: float
     save_interval: float
     peak_lr: float
     patience: float  # validations without a better value, after which the run is finished
 
+    def due(self, step: int) -> list[str]:
+        """What is due after a step: "save", "validate", "log". A step that validates also logs."""
+        found = []
+        if self.is_due(step, self.save_interval):
+            found.append("save")
+        if self.is_due(step, self.val_interval):
+            found.append("validate")
+        if self.logs(step):
+            found.append("log")
+        return found
+
+    def logs(self, step: int) -> bool:
+        """Whether a row is logged after a step."""
+        return self.is_due(step, self.log_interval) or self.is_due(step, self.val_interval)
+
     def is_due(self, step: int, interval: float) -> bool:
-        """Whether this step reaches or passes a multiple of `interval`, or is the last step."""
+        """Whether a step reaches or passes a multiple of `interval`, or is the last step."""
         steps_since = (step + 1e-6) % interval  # since the last multiple, which rounding must not hide
         return steps_since < 1 or step == self.total_steps
 
@@ -35,22 +51,37 @@ class Plan:
         """Whether the run is finished after a step, and so many validations without a better value."""
         return step >= self.total_steps or bad_validations >= self.patience
 
-    def micro_batch_number(self, step: int, micro_step: int, rank: int) -> int:
-        """The number of a micro-batch among those of all steps and ranks; steps are counted from 1."""
-        return ((step - 1) * self.grad_accum_steps + micro_step) * self.world_size + rank
+    def lines(self, config: TrainConfig) -> list[str]:
+        """What the header says of the plan."""
+        micro_batches = f"{self.micro_batch_size} micro_batch_size x {self.grad_accum_steps} grad_accum_steps"
+        scaled = f"scaled by rule {config.lr_scaling_rule}, after {self.warmup_steps:g} steps of warm-up"
+        epochs = self.total_steps / self.steps_per_epoch
+        return [
+            f"{self.train_samples:,} training samples, {self.val_samples:,} validation samples",
+            f"effective_batch_size {self.effective_batch_size} = {self.world_size} device(s) x {micro_batches}",
+            f"lr {self.peak_lr:g} = base_lr {config.base_lr:g} {scaled}",
+            f"{self.total_steps} steps = {epochs:g} epochs x {self.steps_per_epoch} steps",
+        ]
 
 
 def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_size: int, saved_size: int) -> Plan:
     """The plan of a run. `saved_size` is the micro_batch_size of the run so far, or 0.
 
     Raises:
-        ConfigError: The effective batch size is larger than the training set, or is not divisible.
+        ConfigError: The effective batch size is larger than the training set, or is not divisible; or the warm-up is
+            longer than the run, so that the learning rate would never arrive.
     """
     batch_size = config.effective_batch_size
     if batch_size > train_samples:
         raise ConfigError(f"--effective_batch_size {batch_size}: there are only {train_samples} training samples")
     micro_batch_size = choose_micro_batch_size(batch_size, config.micro_batch_size, saved_size, world_size)
     per_epoch = limit(train_samples // batch_size, config.limit_train_batches)
+    total_steps = config.fast_run or config.max_steps or max(1, round(config.epochs * per_epoch))
+    warmup_steps = config.warmup_epochs * per_epoch
+    if warmup_steps > total_steps and not config.fast_run:
+        raise ConfigError(
+            f"--warmup_epochs {config.warmup_epochs:g}: is {warmup_steps:g} steps, but the run has {total_steps}"
+        )
     val_batches = limit(math.ceil(val_samples / batch_size), config.limit_val_batches)
     return Plan(
         train_samples=train_samples,
@@ -60,12 +91,13 @@ def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_s
         micro_batch_size=micro_batch_size,
         grad_accum_steps=batch_size // (world_size * micro_batch_size),
         steps_per_epoch=per_epoch,
-        total_steps=config.max_steps or max(1, round(config.epochs * per_epoch)),
+        total_steps=total_steps,
+        warmup_steps=warmup_steps,
         log_interval=config.log_interval or per_epoch / config.log_per_epoch,
         val_interval=config.val_interval or per_epoch * config.val_frequency,
         save_interval=config.checkpoint_interval or per_epoch * (config.checkpoint_frequency or math.inf),
         peak_lr=scale_lr(config.base_lr, batch_size, config.base_batch_size, config.lr_scaling_rule),
-        patience=config.early_stopping_patience or math.inf,
+        patience=(not config.fast_run and config.early_stopping_patience) or math.inf,
     )
 
 

@@ -1,33 +1,31 @@
-"""Checkpoints: which ones a run has, what they hold, and how `state` is restored from one. Nothing here depends on the
+"""Checkpoints: which ones a run has, how they are read and written, and what they hold. Nothing here depends on the
 task, or on a key of `state`: all modules, optimizers, tensors and plain values in it are treated alike."""
 
 import errno
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from copy import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric, is_wrapped
+from lightning.fabric import is_wrapped
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runtime.cli import say
 from runtime.errors import RunError
 from runtime.files import atomically
+from runtime.terminal import say
 
-FORMAT = 4  # of checkpoints
-PLAIN = (int, float, str, bool, type(None))  # beside tensors, all that a checkpoint holds, in dicts, lists and tuples
-# What a checkpoint or summary.json has by itself.
-RESERVED = ("checkpoint", "last", "micro_batch_size", "parameters", "precision", "seconds", "state")
-# Settings of a parameter group that may differ on a resume: how a step is computed, and what schedulers set.
-AS_BUILT = {"fused", "foreach", "capturable"}
-NOT_COMPARED = AS_BUILT | {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+FORMAT = 5  # of checkpoints
+# Settings of a parameter group that a resume takes from the code, and those that it does not compare, since they say
+# how a step is computed, or are set by schedulers.
+AS_BUILT = {"fused", "foreach", "capturable", "initial_lr"}
+NOT_COMPARED = AS_BUILT | {"lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 # ---- files
 
@@ -65,6 +63,16 @@ def is_of_the_system(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR, errno.ENOENT)
 
 
+def path_of(run_dir: Path, step: int) -> Path:
+    """The regular checkpoint of a step."""
+    return run_dir / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def best_of(run_dir: Path) -> Path:
+    """The checkpoint of the best validation."""
+    return run_dir / "checkpoints" / "best.ckpt"
+
+
 def regular_checkpoints(run_dir: Path) -> dict:
     """The files step-NUMBER.ckpt of a run, with their steps. Files with other names are ignored."""
     paths = run_dir.glob("checkpoints/step-*.ckpt")
@@ -72,10 +80,10 @@ def regular_checkpoints(run_dir: Path) -> dict:
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the highest step first. best.ckpt is one of them: it is written before step-*.ckpt, so
-    after a kill it may be the newest."""
+    """The checkpoints of a run, the highest step first. best.ckpt is one of them: of a step that is not saved
+    regularly, it is the only one."""
     steps = regular_checkpoints(run_dir)
-    best = run_dir / "checkpoints" / "best.ckpt"
+    best = best_of(run_dir)
     if best.exists():
         steps[best] = step_of(best)
     return sorted(steps, key=lambda path: (steps[path], path.name), reverse=True)
@@ -102,18 +110,29 @@ def newest_checkpoint(run_dir: Path, summary: dict) -> Path | None:
     return None
 
 
-def save(run_dir: Path, contents: dict, step: int, is_regular: bool, is_best: bool, is_first: bool):
-    """Writes step-*.ckpt if `is_regular`, and best.ckpt if `is_best`; the first file of a process is read back."""
-    regular = run_dir / "checkpoints" / f"step-{step:08d}.ckpt"
-    best = run_dir / "checkpoints" / "best.ckpt"
-    with atomically(best if is_best else regular, "wb") as file:  # fabric.save would write two more copies
+def save(path: Path, contents: dict, is_first: bool):
+    """Writes a checkpoint; the first one of a process is read back."""
+    with atomically(path, "wb") as file:  # fabric.save would write two more copies
         torch.save(contents, file)
         file.flush()
         if is_first:
             load(Path(file.name))  # fails now if it would fail on a resume
-    if is_best and is_regular:  # best.ckpt was written first: a kill in between must not lose it
-        with suppress(OSError):  # on a file system without links, best.ckpt is the checkpoint of this step
-            os.link(best, regular)
+
+
+def link_best(run_dir: Path, step: int):
+    """Makes the regular checkpoint of a step the best one, by a link; by a copy where the file system has none. Nothing
+    is left to do if it is already, or if best.ckpt is the only file of this step."""
+    path = path_of(run_dir, step)
+    best = best_of(run_dir)
+    if not path.exists() or (best.exists() and best.samefile(path)):
+        return
+    temporary = best.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    temporary.replace(best)
 
 
 def remove_old(run_dir: Path, num_keep: int):
@@ -127,35 +146,12 @@ def remove_old(run_dir: Path, num_keep: int):
 # ---- what a checkpoint holds
 
 
-def check_state(state: dict):
-    """Raises an error for what could be saved, but not restored."""
-    for name in RESERVED:
-        if name in state:
-            raise RunError(f"state[{name!r}]: each run has its own value of this name; choose another")
+def contents_of(state: dict) -> dict:
+    """What a checkpoint has of `state`."""
+    contents = {}
     for name, value in state.items():
-        if isinstance(value, nn.Module):
-            check_loadable(value)
-        elif not hasattr(value, "state_dict"):
-            check_plain(value, f"state[{name!r}]")
-
-
-def check_plain(value: Any, name: str):
-    """Raises RunError for what could be saved, but not loaded with `weights_only=True`."""
-    if type(value) is dict:
-        for key, item in value.items():
-            check_plain(item, f"{name}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for number, item in enumerate(value):
-            check_plain(item, f"{name}[{number}]")
-    elif isinstance(value, Tensor) and value.grad_fn:
-        raise RunError(f"{name} has a graph, which may grow with each step: compute it under `torch.no_grad()`")
-    elif hasattr(value, "state_dict"):
-        raise RunError(f"{name} is a {type(value).__name__}: give it an entry of its own in `state`")
-    elif not (isinstance(value, Tensor) or type(value) in PLAIN):
-        raise RunError(
-            f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: "
-            "use tensors, numbers, strings, lists, dicts, or objects with a state_dict"
-        )
+        contents[name] = with_tensors(compact, value.state_dict() if hasattr(value, "state_dict") else value)
+    return contents
 
 
 def with_tensors(function: Callable, value: Any) -> Any:
@@ -173,99 +169,18 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
 
 
-def copied(tensor: Tensor) -> Tensor:
-    return tensor.clone() if is_plain(tensor) else tensor
+def has_storage(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and is_plain(tensor) and tensor.layout == torch.strided
 
 
 def compact(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is a part of a larger one, which torch.save would save as a whole."""
-    has_storage = is_plain(tensor) and tensor.layout == torch.strided
-    if has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes:
+    if has_storage(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()
     return tensor
 
 
-def check_loadable(module: nn.Module):
-    """Loads a copy of the module's own state_dict. So what would fail on a resume fails now, with its name, such as an
-    expanded tensor, which cannot be written into."""
-    module.load_state_dict(with_tensors(copied, module.state_dict()))
-
-
-def contents_of(state: dict) -> dict:
-    """What a checkpoint has of `state`."""
-    contents = {}
-    for name, value in state.items():
-        if hasattr(value, "state_dict"):
-            value = value.state_dict()
-        else:
-            check_plain(value, f"state[{name!r}]")
-        contents[name] = with_tensors(compact, value)
-    return contents
-
-
-def on_cpu(contents: dict) -> list:
-    """The names of the entries that have a tensor on the CPU."""
-    names = []
-    for name, value in contents.items():
-        tensors: list = []
-        apply_to_collection(value, Tensor, tensors.append)
-        if any(tensor.device.type == "cpu" for tensor in tensors):
-            names.append(name)
-    return names
-
-
-def describe(state: dict) -> dict:
-    """What a resume compares with the checkpoint: the names of what has a state_dict, and the optimizers, as built."""
-    return {
-        "entries": sorted(name for name, value in state.items() if hasattr(value, "state_dict")),
-        "optimizers": describe_optimizers(state),
-    }
-
-
-# ---- restore
-
-
-def restore(fabric: Fabric, state: dict, saved: dict, now: dict) -> list:
-    """Restores `state`: modules, optimizers and tensors in place, other values are replaced.
-
-    Args:
-        fabric: Fabric.
-        state: The state, as built.
-        saved: The contents of a checkpoint.
-        now: The description of `state`.
-
-    Returns:
-        The names of the entries that are not in the checkpoint. They keep their values.
-
-    Raises:
-        ValueError, RuntimeError, ...: The state does not fit.
-    """
-    about = saved["checkpoint"]
-    others = set(now["entries"]) ^ set(about["entries"])
-    if others:
-        raise ValueError(
-            f"{', '.join(sorted(others))}: in `state` or in the checkpoint, but not in both; "
-            "rename it, or start a new run from the weights of this one"
-        )
-    for name, current in state.items():
-        if name not in saved:
-            continue
-        value = with_tensors(copied, saved[name])  # otherwise it would stay backed by the file
-        if name in now["optimizers"]:
-            restore_optimizer(current, value, now["optimizers"][name], about["optimizers"][name])
-            continue
-        if name not in about["on_cpu"]:
-            value = with_tensors(fabric.to_device, value)
-        if isinstance(current, Tensor) and isinstance(value, Tensor):
-            current.data = value.to(current.device)  # in place: the loop may have a reference to it
-        elif not hasattr(current, "state_dict"):
-            state[name] = value
-        elif value != {}:  # saved without a gradient scaler; GradScaler does not accept it
-            current.load_state_dict(value)
-    return [name for name in state if name not in saved]
-
-
-# ---- optimizers: their state_dicts know parameters by numbers alone, checkpoints by names, too
+# ---- names of what it holds
 
 
 def named_tensors(state: dict) -> dict:
@@ -294,7 +209,8 @@ def fixed_tensors(state: dict) -> set[str]:
 
 
 def describe_optimizers(state: dict) -> dict:
-    """For each optimizer in `state`: its class, and for each group the names of the parameters and the settings.
+    """The parameter groups of each optimizer in `state`: the names of the parameters, and the settings. A state_dict
+    knows parameters by number alone.
 
     Raises:
         RunError: A parameter is in no module of `state`: DDP would not average it, nor check_weights compare it.
@@ -311,50 +227,15 @@ def describe_optimizers(state: dict) -> dict:
                     f"state[{entry!r}] trains a parameter of the shape {tuple(parameter.shape)} that is in no module "
                     "of `state`: add a module that has it; call functional_call with model.module"
                 )
-        optimizers[entry] = {
-            "class": type(getattr(value, "optimizer", value)).__name__,  # without Fabric's wrapper
-            "parameters": [[names[parameter] for parameter in group["params"]] for group in value.param_groups],
-            "settings": [settings_of(group) for group in value.param_groups],
-        }
+        kind = type(getattr(value, "optimizer", value)).__name__  # without Fabric's wrapper
+        optimizers[entry] = [
+            {"parameters": [names[parameter] for parameter in group["params"]], "class": kind, **settings_of(group)}
+            for group in value.param_groups
+        ]
     return optimizers
 
 
 def settings_of(group: dict) -> dict:
     """The settings of a parameter group, such as the weight decay."""
-    names = group.keys() - NOT_COMPARED
-    return {name: group[name] for name in sorted(names) if type(group[name]) in (*PLAIN, tuple)}
-
-
-def restore_optimizer(optimizer: Optimizer, saved: dict, now: dict, then: dict):
-    """Restores an optimizer from its state_dict.
-
-    Args:
-        optimizer: The optimizer.
-        saved: Its state_dict in the checkpoint.
-        now: Its description, as built in this process.
-        then: Its description, as built in the process that has saved the checkpoint.
-
-    Raises:
-        ValueError: It is of another class, has other settings, or trains other parameters, or in another order or
-            other groups.
-    """
-    if now["class"] != then["class"]:
-        raise ValueError(f"an optimizer is of class {now['class']}, but {then['class']} in the checkpoint")
-    if now["parameters"] != then["parameters"]:
-        others = ", ".join(sorted({*chain(*now["parameters"])} ^ {*chain(*then["parameters"])}))
-        what = (
-            f"other parameters than in the checkpoint: {others}" if others else "them in another order or other groups"
-        )
-        raise ValueError(f"an optimizer trains {what}")
-    for new, old in zip(now["settings"], then["settings"], strict=True):
-        for name in new.keys() & old.keys() - {"lr_factor"}:
-            if new[name] != old[name]:
-                raise ValueError(f"an optimizer has {name} {new[name]}, but {old[name]} in the checkpoint")
-    # One with a state_dict of its own may have no groups in it.
-    groups = zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False)
-    for (group, old), new, was in zip(groups, now["settings"], then["settings"], strict=False):
-        as_built = AS_BUILT if new.get("lr_factor") == was.get("lr_factor") else AS_BUILT | {"lr_factor"}
-        for name in group.keys() - {"params"}:
-            if name in as_built or name not in old:  # the latter is new in the code
-                old[name] = group[name]
-    optimizer.load_state_dict(saved)
+    names = sorted(group.keys() - NOT_COMPARED - {"params", "param_names"})
+    return {name: group[name] for name in names if isinstance(group[name], (int, float, str, tuple, type(None)))}

@@ -1,4 +1,4 @@
-"""The command line: options, YAML files, what a launcher says, which run is meant.
+"""The command line: options, YAML files, and what a launcher says.
 
 Options come from four sources, of which later ones win: the config of the run to resume, `--config_path` files, the
 launcher, the command line. simple_parsing parses them all, a file as if its lines were given as `--OPTION=VALUE`.
@@ -7,19 +7,16 @@ Nothing here imports torch.
 
 import ctypes
 import gc
-import json
 import logging
 import os
 import re
-import shlex
 import signal
 import sys
-import time
 import warnings
-import zlib
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,16 +26,13 @@ from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, r
 from simple_parsing.helpers.serialization import to_dict
 from simple_parsing.utils import flatten_join
 
+import runtime.source  # noqa: F401 - it reads the source files now, before imports that take seconds
 from runtime.errors import ConfigError
-from runtime.options import MONITOR, NOT_EMPTY, NULL, check_together, fixed_options, values_of
+from runtime.options import DEVICE_OPTIONS, MONITOR, NOT_EMPTY, check_together, fields_of, marked, values_of
+from runtime.runs import find_run, newest_run
+from runtime.terminal import end, is_child_of_fabric, say
 
-ROOT = Path(__file__).parents[1]  # of the project
-# The source files, in ROOT or a folder directly in it, when this process began: it does not see later edits.
-FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
-CODE = {str(path.relative_to(ROOT)): path.read_bytes() for path in FILES if path.is_file()}
-SOURCES = {name: zlib.crc32(code) for name, code in CODE.items()}
 CONFIG_END = "# This file is whole."  # the last line of a config.yaml
-DEVICE_OPTIONS = ("accelerator", "devices", "num_nodes", "strategy", "precision")  # the arguments of Fabric
 
 # ---- options, wherever they come from
 
@@ -67,9 +61,12 @@ def parse(cls: type, words: list[str]) -> dict:
         nested_mode=NestedMode.WITHOUT_ROOT,
     )
     parser._negative_number_matcher = re.compile(r"-[\d.]+([eE][-+]?\d+)?$")  # before Python 3.14: without exponent
-    # With SUPPRESS the parser returns the given options alone, but the help would not show the defaults.
-    default: Any = None if "--help" in words or "-h" in words else SUPPRESS
+    is_help = "--help" in words or "-h" in words
     for group in cls.__bases__[::-1]:
+        default: Any = SUPPRESS  # so the parser returns the given options alone
+        if is_help:
+            defaults = cls()
+            default = group(**{each.name: getattr(defaults, each.name) for each in fields(group)})
         parser.add_arguments(group, group.__name__, default=default)
     found, unknown = parser.parse_known_args(words)
     if unknown:
@@ -94,10 +91,9 @@ def unknown_word(word: str, cls: type) -> str:
         return f"{word}: neither an option, --NAME, nor a value that the option before it takes"
     word = word.split("=")[0]
     name = word.removeprefix("--").replace("-", "_")
-    options = values_of(cls())
+    options = fields_of(cls())
     if word == f"--{name}" and name in options:
         return f"{word}: is a field of {cls.__name__} itself; move it into one of the groups of config.py"
-    options |= vars(cls())  # has `resume` and `config_path`, too
     meant = [option for option in options if name and name in option] or get_close_matches(name, options, n=1)
     hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
     return f"unknown option {word}{hint}"
@@ -128,15 +124,13 @@ def read_yaml(text: str) -> dict:
 
 
 def words_of(cls: type, options: dict) -> list[str]:
-    """The options of a YAML file as those of a command line. `null` is the default, or off: see NULL."""
-    if options.get("monitor_mode") == "auto":  # of an older version, for names that end in `loss` or `accuracy`
-        options["monitor_mode"] = "min" if str(options.get("monitor")).endswith("loss") else "max"
-    defaults = values_of(cls()) | NULL
+    """The options of a YAML file as those of a command line. `null` is the default."""
+    defaults = values_of(cls())
     words = []
     for name, value in options.items():
         if value is None:
             value = defaults.get(name)
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             words += [f"--{name}", *map(str, value)]
         else:
             words.append(f"--{name}" if value is None else f"--{name}={value}")
@@ -154,9 +148,8 @@ def to_yaml(config: Any) -> str:
         "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
         again = values_of(config_of(type(config), text))
         for name, value in values_of(config).items():
-            found = again.get(name)
-            if found != value and str(found) != str(value):  # str: nan is not equal to itself
-                raise ConfigError(f"--{name} {value} would be read as {found}")
+            if str(again.get(name)) != str(value):  # str: nan is not equal to itself
+                raise ConfigError(f"--{name} {value} would be read as {again.get(name)}")
     return text
 
 
@@ -167,19 +160,6 @@ def errors_of(source: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{source}: {error}") from None
-
-
-@contextmanager
-def as_config_error(config, *options: str, kinds=(Exception,)) -> Iterator[None]:
-    """Turns an exception of these kinds into a ConfigError that names the options: those that are empty or differ from
-    their default; if there are none, all."""
-    try:
-        yield
-    except kinds as error:
-        values = vars(config)
-        given = [name for name in options if not values[name] or values[name] != getattr(type(config), name)]
-        words = [f"--{name} {shlex.quote(str(values[name]))}" for name in given or options]
-        raise ConfigError(f"{' '.join(words)}: {error}") from error
 
 
 # ---- launchers
@@ -210,65 +190,12 @@ def words_of_launcher() -> list[str]:
     else:
         os.environ.pop("SLURM_NTASKS", None)  # in the shell of a job, Fabric would wait for ranks that nobody starts
         if not {"NODE_RANK", "WORLD_SIZE"} & os.environ.keys():  # this process is not one of several
-            for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-                size = os.environ.get(name, "1")
-                if size != "1":
-                    raise ConfigError(f"mpirun has started {size} processes ({name}): use torchrun or srun instead")
             os.environ.pop("LOCAL_RANK", None)  # left in the shell: Fabric would wait for processes that nobody starts
             os.environ.pop("MASTER_ADDR", None)  # likewise: they would look for each other on another machine
     return [f"--{name}={value}" for name, value in asked.items() if value]
 
 
-def is_local_zero() -> bool:
-    """Whether this is the first process of its machine, by the environment: before Fabric is there."""
-    # SLURM_LOCALID comes last: it is 0 in the shell of a Slurm job, and in all processes launched from there.
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
-
-
-def is_child_of_fabric() -> bool:
-    """Whether the launcher of Fabric has started this process, and not torchrun or srun."""
-    return "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ and not is_local_zero()
-
-
-# ---- which run is meant
-
-
-def named_folders(base: Path) -> list:
-    """The directories named by a timestamp and the name of `base`, beside it; the newest first."""
-    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(base.name)}")
-    return sorted((folder for folder in base.parent.glob("*/") if pattern.fullmatch(folder.name)), reverse=True)
-
-
-def newest_run(name: str, root_dir: str, file: str = "config.yaml") -> Path | None:
-    """The newest run of that name that has this file; None if there is none. Prints which directories it skips."""
-    for folder in named_folders(Path(root_dir) / name):
-        if any(path.exists() for path in folder.glob(file)):
-            return folder
-        say(f"{folder} is skipped: {file} is missing")
-    return None
-
-
-def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -> Path:
-    """The run directory with this path or name, or the newest with a timestamp and this name: if possible, one that has
-    this file. Raises ConfigError."""
-    for path in (Path(root_dir) / name, Path(name)):
-        if os.path.isfile(path / "config.yaml"):  # False, not an error, if the directory is not readable
-            return path
-    run_dir = newest_run(name, root_dir, file) or newest_run(name, root_dir)
-    if run_dir is None:
-        raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
-    say(f"{option} {name}: the run is {run_dir}")
-    return run_dir
-
-
-def read_summary(run_dir: Path) -> dict:
-    """summary.json of a run; {}, with a line, if it cannot be read."""
-    path = run_dir / "summary.json"
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        say(f"{path} cannot be read, so the run is not known to be finished: {error}")
-        return {}
+# ---- the config of a process
 
 
 def read_config(cls: type, run_dir: Path) -> Any:
@@ -279,40 +206,29 @@ def read_config(cls: type, run_dir: Path) -> Any:
 
 
 def config_of(cls: type, text: str) -> Any:
-    """The config in the text of a config.yaml. Options that are gone from the code are ignored, new ones take their
-    defaults; a line names both. Raises ConfigError if the text is damaged."""
+    """The config in the text of a config.yaml. New options of the code take their defaults, which a line says. Raises
+    ConfigError if the text is damaged."""
     if CONFIG_END not in text:
         raise ConfigError("is damaged, or of an older version of the template: its last line is missing")
     defaults = cls()
-    options = read_yaml(text)
+    options = known_options(read_yaml(text), defaults)
     new = {name: value for name, value in values_of(defaults).items() if name not in options}
     if new:
         say(f"options that are new in the code take their defaults: {listed(new)}")
-    return replace(defaults, parse(cls, words_of(cls, known_options(options, defaults))))
+    return replace(defaults, parse(cls, words_of(cls, options)))
+
+
+def known_options(options: dict, config: Any) -> dict:
+    """Those of the options of a run that the code still has. Prints the others."""
+    known = values_of(config).keys()
+    gone = {name: value for name, value in options.items() if name not in known}
+    if gone:
+        say(f"options that are gone from the code are ignored: {listed(gone)}")
+    return {name: value for name, value in options.items() if name in known}
 
 
 def listed(options: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in options.items())
-
-
-def gone_options(options: dict, config: Any) -> dict:
-    """Those of the options of a config.yaml that the config does not have."""
-    names = values_of(config)
-    return {name: value for name, value in options.items() if name not in names}
-
-
-def gone_lines(text: str, config: Any) -> str:
-    """The lines of a config.yaml for the options that the config does not have."""
-    gone = gone_options(read_yaml(text), config)
-    return yaml.safe_dump(gone, sort_keys=False) if gone else ""
-
-
-def known_options(options: dict, config: Any) -> dict:
-    """Those of the options of a config.yaml that the config has. Prints the others."""
-    gone = gone_options(options, config)
-    if gone:
-        say(f"options that are gone from the code are ignored: {listed(gone)}")
-    return {name: value for name, value in options.items() if name not in gone}
 
 
 def parse_train(cls: Any, argv: list[str]) -> Any:
@@ -334,13 +250,11 @@ def parse_train(cls: Any, argv: list[str]) -> Any:
     name = given.pop("resume", None)
     if name and given.get("fast_run"):
         raise ConfigError("--fast_run: rehearses a new run, so it does not go with --resume")
-    out_dir = given.get("out_dir", cls.out_dir)
     root_dir = given.get("root_dir", cls.root_dir)
-    run_dir = None
     if name == "auto":
-        run_dir = newest_run(out_dir, root_dir)
-    elif name is not None:
-        run_dir = find_run("--resume", name, root_dir)
+        run_dir = newest_run(given.get("out_dir", cls.out_dir), root_dir)
+    else:
+        run_dir = find_run("--resume", name, root_dir) if name else None
     if run_dir is None:
         return replace(defaults, given)
     given.pop("root_dir", None)  # was where to look for the run
@@ -354,7 +268,7 @@ def resume(before: Any, given: dict, run_dir: Path) -> Any:
     resume cannot change, unless it is new in the code: it may be one that was renamed."""
     config = replace(before, given | {"resume": str(run_dir)})
     old = values_of(before)
-    fixed = fixed_options(config).keys() & read_yaml((run_dir / "config.yaml").read_text()).keys()
+    fixed = marked(config, "fixed").keys() & read_yaml((run_dir / "config.yaml").read_text()).keys()
     for name, value in values_of(config).items():
         if value == old[name]:
             continue
@@ -378,12 +292,12 @@ def parse_test(cls: type, argv: list[str]) -> Any:
     return replace(config, out_dir=str(run_dir))
 
 
-# ---- how the process begins and ends
+# ---- how the process begins
 
 
 def parse_or_exit(parse: Callable, cls: type) -> Any:
     """The options of this process, by parse_train or parse_test. A mistake ends the process with one line. Also
-    prepares the process: signals, closed streams, and no garbage collection until the imports are done."""
+    prepares the process: signals, and no garbage collection until the imports are done."""
     if sys.platform == "win32":
         end(2, "Windows lacks what runs need, such as locks and signals: use WSL2")
     if {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and sys.platform == "linux":
@@ -392,8 +306,6 @@ def parse_or_exit(parse: Callable, cls: type) -> Any:
     gc.disable()  # the imports create a million objects that stay: the start takes 2 s less
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which shells set for jobs in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         return parse(cls, sys.argv[1:])
     except ConfigError as error:
@@ -408,28 +320,3 @@ def die_with_launcher():
     parent = str(os.getppid())
     if is_child_of_fabric() and os.environ.get("LAUNCHER_PID", parent) != parent:  # it has died before
         os.kill(os.getpid(), number)
-
-
-def say(message: str):
-    """Prints a line, on the first process of each machine."""
-    if not is_local_zero():
-        return
-    try:
-        print(message, flush=True)
-    except OSError:  # the reader is gone, as with `| head`: continue without it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def end(code: int, message: str) -> NoReturn:
-    """Ends the process before the ranks are connected. The processes of torchrun or srun all find the same: the first
-    one of each machine says it."""
-    if is_local_zero() or is_child_of_fabric():
-        write_error(message)
-    else:
-        time.sleep(10)  # once this process has ended, the launcher ends the first one, too
-    sys.exit(code)
-
-
-def write_error(message: str):
-    """Writes the last line of a process, at once, so that it is not mixed with that of another."""
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}\n")

@@ -2,10 +2,7 @@
 
 import fcntl
 import json
-import math
 import os
-import struct
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -29,15 +26,11 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in LOCKS])  # 
 
 
 def lock(path: Path) -> IO:
-    """Opens a file, and locks it for this process, until the file is closed. Raises BlockingIOError if another process
-    has locked it, OSError where the file system has no locks."""
+    """Opens a file, and locks it until it is closed. Raises BlockingIOError if another process has locked it, OSError
+    where the file system has no locks."""
     file = open(path, "a")  # noqa: SIM115
     LOCKS.add(file)
-    if sys.platform == "linux":  # a lock of the open file: one of the process would end when any copy is closed
-        flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, flock)
-    else:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this open file: to read a copy of it changes nothing
     return file
 
 
@@ -61,19 +54,13 @@ def atomically(path: Path, mode: str = "w"):
 
 def write_json(path: Path, values: dict):
     """Writes values as JSON: tensors and arrays are lists, numbers that are not finite null, other objects text."""
+    text = json.dumps(values, default=as_plain, skipkeys=True)
+    values = json.loads(text, parse_constant=lambda word: None)  # NaN and Infinity are not JSON
     with atomically(path) as file:
-        json.dump(as_json(values), file, indent=2, default=str)
+        json.dump(values, file, indent=2)
 
 
-def as_json(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     if hasattr(value, "to_dense"):  # a tensor, which may be sparse
         value = value.to_dense()
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(name): as_json(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,4 +1,4 @@
-"""How the processes of a run begin and end: Fabric and its strategy, agreement of the ranks, signals, errors."""
+"""How the processes of a run begin and end: Fabric and its strategy, the datasets in each process, and errors."""
 
 import gc
 import logging
@@ -12,9 +12,9 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from contextlib import ExitStack, chdir, suppress
 from datetime import timedelta
+from multiprocessing import active_children
 from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
@@ -28,25 +28,14 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.checkpoints import check_loadable
-from runtime.cli import (
-    DEVICE_OPTIONS,
-    ROOT,
-    SOURCES,
-    as_config_error,
-    end,
-    is_child_of_fabric,
-    is_local_zero,
-    say,
-    write_error,
-)
+from runtime.checks import check_module
 from runtime.errors import ConfigError, RunError
-from runtime.options import PER_HOST_OPTIONS
+from runtime.options import DEVICE_OPTIONS, as_config_error
+from runtime.ranks import handle_signals
+from runtime.source import ROOT, SOURCES
+from runtime.terminal import end, is_child_of_fabric, say, write_error
 
-# That stop a run. submitit sends SIGUSR2, the limit of CPU time SIGXCPU.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 PREEMPTED = 75  # exit code of a run that was stopped by a signal and has saved: EX_TEMPFAIL of sysexits.h
-NO_LIMIT = 1e7  # seconds
 
 
 # ---- Fabric
@@ -93,7 +82,7 @@ class ResumableDDP(DDPStrategy):
         streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DDP refuses a model in which nothing is trained
-        check_loadable(module)  # DDP fails, too, but without the name
+        check_module(module, "the module")  # DDP fails, too, but without the name
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(
             module,
@@ -120,7 +109,7 @@ def order_buckets(ddp: DistributedDataParallel):
 
 def prepare_device(config, device: str):
     """Sets torch's flags for a kind of device, such as "cuda". Raises ValueError for an option that it does not
-    support, and says if a GPU is there that cannot be used."""
+    support, and says if a GPU is there that is not used."""
     if config.precision == "16-mixed" and device != "cuda":  # on MPS, a fused optimizer would step on an overflow
         raise ValueError("16-mixed needs a CUDA GPU; use bf16-mixed or 32-true")
     if config.strategy == "dp" and (device != "cuda" or config.precision == "bf16-mixed"):
@@ -166,8 +155,12 @@ def launch(fabric: Fabric, config, function: Callable) -> int:
         )
 
     def start(fabric: Fabric) -> int:
+        others = set(active_children())
         with ExitStack() as resources:
-            return function(config, resources)
+            try:
+                return function(config, resources)
+            finally:  # before files are closed: a worker that dies raises an error anywhere, also there
+                end_workers(others)
 
     code = fabric.launch(start)
     if dist.is_initialized():
@@ -228,18 +221,6 @@ def place_of(error: Exception) -> str:
     return place
 
 
-def own_code(code: int) -> int:
-    """The exit code of this process. If one that Fabric has launched ended with another code than 0, Fabric would kill
-    rank 0, which may be closing its files. Rank 0 fails by itself when it loses the connection."""
-    return 0 if is_child_of_fabric() else code
-
-
-def is_lost_connection(error: Exception) -> bool:
-    """Whether an error of a connected rank comes from the communication, by its type or by gloo's or NCCL's words."""
-    has_words = "/gloo/" in str(error) or "NCCL" in str(error)
-    return dist.is_initialized() and (isinstance(error, dist.DistError) or has_words)
-
-
 def explain(error: Exception):
     """Adds to an error of torch what it does not say."""
     words = str(error)
@@ -252,125 +233,54 @@ def explain(error: Exception):
         error.add_note("--deterministic False trains with this operator, but two equal runs may have other bits")
 
 
-# ---- agreement of the ranks
+def end_workers(others: set):
+    """Ends the data workers, also a frozen one, for which this process would wait at its end: all that have been
+    started as daemons since these other processes."""
+    with ExitStack() as resources:  # torch's handler would raise an error for each worker
+        handle_signals(signal.SIG_DFL, resources, (signal.SIGCHLD,))
+        for process in set(active_children()) - others:
+            if process.daemon:
+                process.kill()
+                process.join()
 
 
-def gloo_group(timeout: float) -> Any:
-    """A group of all processes, on the CPU, so that it never waits for a GPU; None in a run of one process. A process
-    that waits in it gives up after `timeout` seconds, and at once when another one has ended."""
-    if not dist.is_initialized():
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+def own_code(code: int) -> int:
+    """The exit code of this process. If one that Fabric has launched ended with another code than 0, Fabric would kill
+    rank 0, which may be closing its files. Rank 0 fails by itself when it loses the connection."""
+    return 0 if is_child_of_fabric() else code
 
 
-def difference(found: dict) -> str | None:
-    """The first difference between what a rank and what rank 0 have found, in words; None if there is none. All ranks
-    call it."""
-    if not dist.is_initialized():
-        return None
-    ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (found, os.uname().nodename))
-    first, _ = ranks[0]
-    for rank, (other, host) in enumerate(ranks):
-        for name in first | other:
-            if other.get(name) != first.get(name):
-                return f"{name}: {other.get(name)} on rank {rank} ({host}), {first.get(name)} on rank 0"
-    return None
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error of a connected rank comes from the communication, by its type or by gloo's or NCCL's words."""
+    has_words = "/gloo/" in str(error) or "NCCL" in str(error)
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or has_words)
 
 
-def check_ranks(config, found: dict):
-    """Raises ConfigError if a rank has other source files or options than rank 0, or has found something else."""
-    checksums = {f"checksum of {name}": checksum for name, checksum in SOURCES.items()}
-    own = (*PER_HOST_OPTIONS, *config.per_host)
-    options = {f"--{name}": value for name, value in asdict(config).items() if name not in own}
-    other = difference(checksums | options | found)
-    if other:
-        raise ConfigError(
-            f"{other}; all machines need the same files, options and data, and a --root_dir on a file system that they "
-            "share"
-        )
+# ---- datasets
 
 
 def build_in_turn(fabric: Fabric, build: Callable) -> Any:
     """The result of build(). On each machine the first process calls it alone, since it may download files, then the
-    others. They wait as long as it takes.
+    others. They wait as long as it takes, also for another run.
 
     Raises:
         ConfigError: build() has raised an OSError or ImportError. Other errors are bugs.
     """
     lock = FileLock(f"{tempfile.gettempdir()}/build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock")
-    group = gloo_group(NO_LIMIT)
     try:
-        if fabric.local_rank == 0:
-            try:
-                held = lock.acquire(timeout=1)
-            except Timeout:
-                say(f"waiting for build_datasets of another run on this machine, which holds {lock.lock_file}")
-                held = lock.acquire()
-            with held:
-                result = build()
-        if group is not None:
-            dist.barrier(group)
-        if fabric.local_rank > 0:
-            result = build()
-        if group is not None:
-            dist.barrier(group)
+        # chdir: paths stay valid if build() changes the working directory.
+        with fabric.rank_zero_first(local=True), chdir(os.getcwd()), ExitStack() as held:
+            if fabric.local_rank == 0:
+                held.enter_context(wait_for(lock))
+            return build()
     except (OSError, ImportError) as error:
         raise ConfigError(f"build_datasets: {error}") from error
-    return result
 
 
-def changed_files(then: dict) -> str:
-    """A part of a line that names those source files that have changed since SOURCES was `then`, if any."""
-    changed = [name for name in then if SOURCES.get(name) != then[name]]
-    return f"; changed since: {', '.join(changed)}" if changed else ""
-
-
-# ---- signals
-
-
-def handle_signals(handler: Any, resources: ExitStack, signals: tuple = SIGNALS):
-    """Makes `handler` receive the signals until the resources are closed."""
-    with suppress(ValueError):  # in another thread than the main one Python has no signal handlers
-        for number in signals:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-                resources.callback(signal.signal, number, signal.signal(number, handler))
-
-
-class StopSignals:
-    """Turns one of SIGNALS to any rank into a decision of all ranks to stop after the same step. A second Ctrl-C ends
-    the process at once; other signals may come twice, as from a terminal that is closed, or torchrun. The ranks
-    synchronize about once a second, since that may take 1 ms."""
-
-    def __init__(self, config, resources: ExitStack):
-        self.received = 0  # number of the signal
-        self.group = gloo_group(config.timeout)
-        self.interval = 1  # steps between two synchronizations
-        self.steps = 0  # since the last one
-        self.synchronized = time.monotonic()
-        self.interrupt = signal.getsignal(signal.SIGINT)
-        if not config.fast_run:  # which a signal ends at once
-            handle_signals(self.receive, resources)
-
-    def receive(self, number: int, frame):
-        signal.signal(signal.SIGINT, self.interrupt)
-        if is_local_zero() and not self.received:
-            with suppress(OSError):  # stderr may be closed; print is not safe in a signal handler, os.write is
-                os.write(2, b"\nstopping at the end of a step; a second Ctrl-C ends the process at once\n")
-        self.received = number
-
-    def must_stop(self, synchronize: bool) -> bool:
-        """Whether to stop; all ranks call it once per step. With `synchronize` the ranks are synchronized now, as they
-        must be before a step waits for the device: a wait for a rank that has died would never end."""
-        if self.group is None:
-            return self.received > 0
-        self.steps += 1
-        if self.steps < self.interval and not synchronize:
-            return False
-        values = torch.tensor([self.received, time.monotonic() - self.synchronized])
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        received, seconds = values.tolist()
-        self.interval = max(1, int(self.steps / max(seconds, 0.5)))  # steps in a second; at most twice as many as now
-        self.steps = 0
-        self.synchronized = time.monotonic()
-        return received > 0
+def wait_for(lock: FileLock) -> Any:
+    """Acquires a lock, and says so if that takes time."""
+    try:
+        return lock.acquire(timeout=1)
+    except Timeout:
+        say(f"waiting for build_datasets of another run on this machine, which holds {lock.lock_file}")
+        return lock.acquire()

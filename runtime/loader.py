@@ -9,7 +9,6 @@ import fcntl
 import math
 import os
 import random
-import signal
 import stat
 import sys
 import zlib
@@ -18,7 +17,7 @@ from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import active_children, get_start_method
+from multiprocessing import get_start_method
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from runtime.errors import ConfigError
-from runtime.launch import handle_signals
+from runtime.ranks import handle_signals
 
 
 @dataclass
 class TrainSampler:
-    """Yields the micro-batches of a rank from `self.step`, which `Loader.epochs_from` sets, to the end of the epoch. A
-    micro-batch is a pair: its number in the run, and the indices of its samples. A second stream of data needs a plan
+    """Yields the micro-batches of a rank from `self.step`, which `Loader.micro_batches` sets, to the end of the epoch.
+    A micro-batch is a pair: its number in the run, and the indices of its samples. A second stream of data needs a plan
     of its own from `make_plan`, and another seed, as in recipes/kinds/semi_supervised.patch."""
 
     plan: Any  # the Plan of the run
@@ -167,10 +166,10 @@ def fingerprint(dataset: Any) -> int | None:
 
 
 class Loader(DataLoader):
-    """The batches of a sampler, on the device. The worker processes are ended with `resources`. If one does not deliver
-    within `config.timeout` seconds, the loop gets a RuntimeError."""
+    """The batches of a sampler, on the device. If a worker process does not deliver within `config.timeout` seconds,
+    the loop gets a RuntimeError. `before_batch` is called before each batch."""
 
-    def __init__(self, fabric, dataset: Dataset, sampler, config, resources: ExitStack):
+    def __init__(self, fabric: Fabric, dataset: Dataset, sampler, config, before_batch: Callable | None = None):
         # Python 3.14 would import the main script in each worker by default, and a notebook has none. A library that
         # cannot be used after a fork needs torch.multiprocessing.set_start_method("spawn", force=True) in
         # build_datasets.
@@ -189,37 +188,41 @@ class Loader(DataLoader):
             generator=torch.Generator(),  # otherwise each iterator draws from the global generator
         )
         self.fabric = fabric
-        self.workers: set = set()
-        resources.callback(self.end_workers)
+        self.before_batch = before_batch
+        self.set_seed = seeder(fabric.device.type, "step", config.seed)  # of `micro_batches`
+        self.epoch: Iterator = iter(())  # the micro-batches that are left of it
+        self.step = -1  # after which they come
 
     def __iter__(self) -> Iterator:
         if self.fabric.device.type == "cpu" and self.num_workers == 0:
-            return map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
-        others = set(active_children())  # of the user, which are not ours to end
-        try:
+            batches = map(self.dataset.__getitem__, self.sampler)  # without the DataLoader: saves 11 of 300 µs
+        else:
             batches = super().__iter__()
-        finally:  # one of them may not have started
-            self.workers |= set(active_children()) - others
-        if self.fabric.device.type == "cpu":
-            return batches
-        return map(self.fabric.to_device, batches)  # as fabric.setup_dataloaders, which would replace the sampler, too
+        if self.fabric.device.type != "cpu":
+            batches = map(self.fabric.to_device, batches)  # fabric.setup_dataloaders would replace the sampler, too
+        return map(self.checked, batches) if self.before_batch else batches
 
-    def epochs_from(self, step: int) -> Iterator:
-        """The batches from a step on. Each epoch has its own iterator, created when its first batch is requested. So
-        workers do not run ahead into the next epoch, whose order may depend on the training."""
-        steps_per_epoch = self.sampler.plan.steps_per_epoch
-        while True:
-            self.sampler.step = step
-            yield from self
-            step += steps_per_epoch - step % steps_per_epoch  # the first of the next epoch
+    def checked(self, batch: Any) -> Any:
+        if self.before_batch:
+            self.before_batch()
+        return batch
 
-    def end_workers(self):
-        """Ends the workers, also a frozen one, for which this process would wait at its end."""
-        with ExitStack() as resources:  # torch's handler would raise an error for each worker
-            handle_signals(signal.SIG_DFL, resources, (signal.SIGCHLD,))
-            for worker in self.workers:
-                worker.kill()
-                worker.join()
+    def micro_batches(self, step: int, timer: Any) -> Iterator:
+        """The micro-batches of this rank in a training step, each with whether it is the last one. All generators are
+        seeded before each.
+
+        Each epoch has an iterator of its own, made when its first micro-batch is asked for. So workers do not run ahead
+        into the next epoch, whose order may depend on the training."""
+        plan = self.sampler.plan
+        if self.step != step - 1 or self.step % plan.steps_per_epoch == 0:
+            self.sampler.step = step - 1
+            self.epoch = iter(self)
+        for micro_step in range(plan.grad_accum_steps):
+            batch = timer.next(self.epoch)
+            number = (step - 1) * plan.grad_accum_steps + micro_step
+            self.set_seed(number * plan.world_size + self.sampler.rank)  # among those of all ranks
+            yield batch, micro_step == plan.grad_accum_steps - 1
+        self.step = step
 
 
 def start_worker(worker: int):

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from runtime.errors import RunError
-from runtime.launch import difference
+from runtime.ranks import difference
 
 # ---- values that compute_loss returns
 
@@ -22,15 +22,11 @@ from runtime.launch import difference
 def as_scalars(values: Any) -> dict:
     """The values of compute_loss as scalar tensors, detached. Raises RunError if they are not a dict of scalars."""
     if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise RunError(f"compute_loss: must return, first, a dict of means with one named `loss`, not a {kind}")
-    scalars = {}
+        raise RunError(f"compute_loss: must return, first, a dict with one named `loss`, not a {type(values).__name__}")
     for name, value in values.items():
         if not is_scalar(value):
-            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.200}"
-            raise RunError(f"compute_loss: `{name}` is not a number or a tensor of one, but {given}")
-        scalars[name] = torch.as_tensor(value).detach()
-    return scalars
+            raise RunError(f"compute_loss: `{name}` is not a number or a tensor of one, but {value!r:.200}")
+    return {name: torch.as_tensor(value).detach() for name, value in values.items()}
 
 
 def is_scalar(value: Any) -> bool:
@@ -38,20 +34,6 @@ def is_scalar(value: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         return value.ndim == 0
     return isinstance(value, (int, float, np.number, np.bool_))
-
-
-def check_loss(values: dict):
-    """Raises RunError if the values of compute_loss have no `loss` with a gradient, or a name that is taken."""
-    if "loss" not in values:
-        given = ", ".join(map(str, values))
-        raise RunError(f"compute_loss: must return, first, a dict of means with one named `loss`, but it has {given}")
-    if "grad_norm" in values:
-        raise RunError("compute_loss: `grad_norm` is logged by train.py: give this value another name")
-    if not getattr(values["loss"], "requires_grad", False):
-        raise RunError(
-            "compute_loss: `loss` has no gradient: "
-            "was it detached, made a number by .item(), or is the whole model frozen?"
-        )
 
 
 class Means:
@@ -68,11 +50,8 @@ class Means:
 
     def add(self, values: dict, weight: int = 1):
         """Adds scalars, each the mean of `weight` samples. For batches of the same size, 1 is enough. Raises RunError
-        for other values, and in training for a `loss` without a gradient."""
-        scalars = as_scalars(values)
-        if torch.is_grad_enabled():
-            check_loss(values)
-        for name, value in scalars.items():
+        for other values."""
+        for name, value in as_scalars(values).items():
             if name not in self.sums:
                 self.set(name, 0, 0)
             self.sums[name].add_(value, alpha=weight)
@@ -83,12 +62,34 @@ class Means:
         self.sums[name] = torch.full((), total, dtype=self.dtype, device=self.fabric.device)
         self.weights[name] = weight
 
-    def take(self) -> dict:
-        """The means by name, with one wait for the device."""
+    def take(self, scores: Any = None) -> dict:
+        """The means by name, with one wait for the device.
+
+        Args:
+            scores: What a metric has computed; it is returned, too. A number is averaged over the ranks, so that all
+                have the same.
+
+        Raises:
+            RunError: A score has the name of a mean, or the ranks have values of other names.
+        """
+        if scores is None:
+            scores = {}
+        if not isinstance(scores, dict):  # of a single metric
+            scores = {"metric": scores}
+        numbers = {}
+        others = {}  # such as a confusion matrix
+        for name, value in scores.items():
+            if name in self.sums:
+                raise RunError(f"compute_loss and build_metrics both have {name!r}: give one of them another name")
+            if is_scalar(value):
+                numbers[str(name)] = value
+            else:
+                others[str(name)] = value
+        self.add(numbers)
         means = {name: total / weight for name, (total, weight) in self.reduce().items()}
         self.sums = {}
         self.weights = {}
-        return means
+        return means | others
 
     def reduce(self) -> dict[str, tuple]:
         """The sum and the weight of each value over all ranks, with one wait for the device.
@@ -123,32 +124,14 @@ class Means:
             self.set(name, share * total, share * weight)
 
 
-def scores_of(fabric: Fabric, results: Any) -> dict:
-    """What a metric computes, by name. A number is averaged over the ranks: all have the same then. Raises RunError if
-    the ranks have numbers of other names."""
-    if not isinstance(results, dict):  # of a single metric
-        results = {"metric": results}
-    scores = {str(name): value for name, value in results.items()}
-    numbers = Means(fabric)
-    numbers.add({name: value for name, value in scores.items() if is_scalar(value)})
-    return scores | numbers.take()
-
-
 # ---- gradients
 
 
-def parameters_of(optimizer: Any) -> list:
-    """The parameters of all groups, in the order of their numbers in the optimizer's state_dict."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def set_lr(group: dict, lr: float):
-    """Sets the learning rate of a parameter group. Some optimizers keep it in a tensor, which torch.optim gives to all
-    groups."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"] = torch.full_like(group["lr"], lr)
-    else:
-        group["lr"] = lr
+def set_lr(optimizer: Any, factor: float):
+    """Sets the learning rate of each parameter group: the one it was built with, times a factor. The former is its
+    `initial_lr`, as for the schedulers of torch."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # of a tensor, a new one
 
 
 def unscale_gradients(fabric: Fabric, optimizer: Any):
@@ -161,7 +144,7 @@ def unscale_gradients(fabric: Fabric, optimizer: Any):
 def clip_gradients(optimizer: Any, max_norm: float) -> Tensor:
     """Clips the total norm of an optimizer's gradients to max_norm; 0 only measures it. Returns the norm before
     clipping, on the device."""
-    parameters = parameters_of(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in gradients])
     if max_norm:
@@ -206,6 +189,8 @@ class Timer:
     def take(self) -> dict:
         """The figures since the last call, and the peak memory. Stops the clock."""
         self.stop()
+        if not self.batches:  # in a resume that begins with a validation
+            return {}
         row = {
             "samples_per_second": self.batches * self.samples_per_batch / self.seconds,
             "data_wait": self.waited / self.seconds,
