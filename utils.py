@@ -78,7 +78,7 @@ def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_s
     per_epoch = limit(train_samples // batch_size, config.limit_train_batches)
     total_steps = config.fast_run or config.max_steps or max(1, round(config.epochs * per_epoch))
     warmup_steps = config.warmup_epochs * per_epoch
-    if warmup_steps > total_steps and not config.fast_run:
+    if warmup_steps > total_steps and not (config.max_steps or config.fast_run):
         raise ConfigError(
             f"--warmup_epochs {config.warmup_epochs:g}: is {warmup_steps:g} steps, but the run has {total_steps}"
         )

@@ -142,7 +142,7 @@ class AsBuilt:
                 )
 
 
-def check_weights(fabric: Fabric, state: dict, step: int, advice: str):
+def check_weights(fabric: Fabric, state: dict, step: int, hint: str):
     """Raises RunError if the weights that are trained are not finite, or differ between the ranks."""
     norms = {}
     for name, tensor in named_tensors(state).items():
@@ -160,7 +160,7 @@ def check_weights(fabric: Fabric, state: dict, step: int, advice: str):
     if not math.isfinite(norm_of_rank_0):
         names = [name for name, value in norms.items() if not value.isfinite()]
         names = fabric.broadcast(names)
-        raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}{advice}")
+        raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}; {hint}")
 
 
 # ---- before and after a validation

@@ -123,17 +123,14 @@ def read_yaml(text: str) -> dict:
     return flatten_join(options)
 
 
-def words_of(cls: type, options: dict) -> list[str]:
-    """The options of a YAML file as those of a command line. `null` is the default."""
-    defaults = values_of(cls())
+def words_of(options: dict) -> list[str]:
+    """The options of a YAML file as those of a command line. One that is `null` is not given."""
     words = []
     for name, value in options.items():
-        if value is None:
-            value = defaults.get(name)
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
-        else:
-            words.append(f"--{name}" if value is None else f"--{name}={value}")
+        elif value is not None:
+            words.append(f"--{name}={value}")
     return words
 
 
@@ -206,29 +203,18 @@ def read_config(cls: type, run_dir: Path) -> Any:
 
 
 def config_of(cls: type, text: str) -> Any:
-    """The config in the text of a config.yaml. New options of the code take their defaults, which a line says. Raises
-    ConfigError if the text is damaged."""
+    """The config in the text of a config.yaml. Options that are gone from the code are ignored, new ones take their
+    defaults; a line names each. Raises ConfigError if the text is damaged."""
     if CONFIG_END not in text:
-        raise ConfigError("is damaged, or of an older version of the template: its last line is missing")
+        raise ConfigError("is damaged: its last line is missing")
     defaults = cls()
-    options = known_options(read_yaml(text), defaults)
-    new = {name: value for name, value in values_of(defaults).items() if name not in options}
-    if new:
-        say(f"options that are new in the code take their defaults: {listed(new)}")
-    return replace(defaults, parse(cls, words_of(cls, options)))
-
-
-def known_options(options: dict, config: Any) -> dict:
-    """Those of the options of a run that the code still has. Prints the others."""
-    known = values_of(config).keys()
-    gone = {name: value for name, value in options.items() if name not in known}
-    if gone:
-        say(f"options that are gone from the code are ignored: {listed(gone)}")
-    return {name: value for name, value in options.items() if name in known}
-
-
-def listed(options: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items())
+    known = values_of(defaults)
+    options = read_yaml(text)
+    for name in known.keys() - options.keys():
+        say(f"--{name} {known[name]}: this option is new in the code")
+    for name in options.keys() - known.keys():
+        say(f"--{name} {options.pop(name)}: this option is gone from the code, and ignored")
+    return replace(defaults, parse(cls, words_of(options)))
 
 
 def parse_train(cls: Any, argv: list[str]) -> Any:
@@ -239,13 +225,10 @@ def parse_train(cls: Any, argv: list[str]) -> Any:
     given: dict = {}
     for path in from_command.pop("config_path", ()):
         with errors_of(f"--config_path {path}"):
-            text = Path(os.path.expanduser(path)).read_text()
-            options = read_yaml(text)
+            options = read_yaml(Path(os.path.expanduser(path)).read_text())
             if "config_path" in options:
                 raise ConfigError("config_path is no option for a file")
-            if CONFIG_END in text:  # of a run
-                options = known_options(options, defaults)
-            given |= parse(cls, words_of(cls, options))
+            given |= parse(cls, words_of(options))
     given |= from_command
     name = given.pop("resume", None)
     if name and given.get("fast_run"):

@@ -43,8 +43,7 @@ def header(fabric: Fabric, config: Any, plan: Any, state: dict) -> list[str]:
     lines += plan.lines(config)
     frozen = [name.removeprefix("_orig_mod.") for name, part in model.named_modules() if not part.training]
     if frozen:
-        more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
-        lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{more}")
+        lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{' and others' if frozen[3:] else ''}")
     return lines
 
 
@@ -76,7 +75,7 @@ class Console:
 
     def __init__(self, fabric: Fabric, monitor: str, step: int, total_steps: int, resources: ExitStack):
         self.is_rank_zero = fabric.is_global_zero
-        self.first_columns = ["epoch", "step", monitor, "train/loss", "val/loss"]  # never left out
+        self.first = ["epoch", "step", "train/loss", "val/loss", monitor]  # columns that are never left out
         self.names: list = []  # of the last row
         self.columns: list = []  # those of its names that are in the table
         self.shown: dict = {}  # beside the bar
@@ -110,31 +109,22 @@ class Console:
     def table(self, row: dict, step: int):
         """Prints the losses and metrics of a row, as many as fit in a line of the terminal; also their names, if they
         are not those of the row before."""
-        results = {name: value for name, value in row.items() if name.startswith(("train/", "val/"))}
-        results.pop("train/grad_norm", None)
-        cells = {"epoch": row["epoch"], "step": step, **results, "lr": row["lr"]}
-        if list(cells) != self.names:
-            self.names = list(cells)
-            self.columns = self.fitting(self.names)
-            others = [name for name in self.names if name not in self.columns]
-            if others:
-                self.print(f"logged, but not in this table: {', '.join(others)}")
+        shown = [name for name in row if name.startswith(("train/", "val/")) and name != "train/grad_norm"]
+        cells = row | {"step": step}
+        names = ["epoch", "step", *shown, "lr"]
+        if names != self.names:
+            self.names = names
+            room, _ = shutil.get_terminal_size(fallback=(10**6, 0))  # a file takes lines of any length
+            fitting = sorted(names, key=lambda name: (name not in self.first, not name.startswith("val/")))
+            while len(format_row(fitting, fitting)) > room and fitting[-1] not in self.first:
+                self.print(f"logged, but not in this table: {fitting.pop()}")
+            self.columns = [name for name in names if name in fitting]
             self.print(format_row(self.columns, self.columns))
         self.print(format_row(self.columns, [cells[name] for name in self.columns]))
 
-    def fitting(self, names: list[str]) -> list[str]:
-        """The names whose columns fit in a line of the terminal, if there is one: the first columns, then those of the
-        validation, then others."""
-        room, _ = shutil.get_terminal_size(fallback=(10**6, 0))  # a file takes lines of any length
-        chosen = [name for name in names if name in self.first_columns]
-        for name in sorted(names, key=lambda name: not name.startswith("val/")):
-            if name not in chosen and len(format_row([*chosen, name], [*chosen, name])) <= room:
-                chosen.append(name)
-        return [name for name in names if name in chosen]
-
     def show(self, row: dict):
         """Shows the loss and the monitored value of a row beside the bar."""
-        self.shown |= {name: row[name] for name in self.first_columns[2:4] if name in row}
+        self.shown |= {name: row[name] for name in ("train/loss", self.first[-1]) if name in row}
         self.bar.set_postfix(self.shown, refresh=False)
 
     def close(self, kind, error: BaseException | None, trace):  # the arguments of __exit__

@@ -78,22 +78,20 @@ def read_checkpoint(run_dir: Path, name: str) -> tuple[Path, dict]:
     """The file that `--checkpoint` means, and its contents. Raises ConfigError if there is none, RunError if it is
     damaged."""
     folder = run_dir / "checkpoints"
-    while True:
-        found = [path for path in (folder / f"{name}.ckpt", folder / name, Path(name)) if path.is_file()]
-        if name == "last":
-            found = checkpoints_of(run_dir)
-        if not found:
-            others = [path.name for path in checkpoints_of(run_dir)]
-            raise ConfigError(f"--checkpoint {name}: no such file; the checkpoints of {run_dir} are {others}")
-        path = found[0]
-        problem: Any = "it is damaged"
-        try:
-            if is_whole(path):
-                return path, load(path)
-        except Exception as error:  # torch.load raises many
-            problem = error
-        if path.exists():  # otherwise a run that goes on has deleted it: take the next one
-            raise RunError(f"--checkpoint {name}: {path} cannot be read: {problem}; another checkpoint may do")
+    found = [path for path in (folder / f"{name}.ckpt", folder / name, Path(name)) if path.is_file()]
+    if name == "last":
+        found = checkpoints_of(run_dir)
+    if not found:
+        others = [path.name for path in checkpoints_of(run_dir)]
+        raise ConfigError(f"--checkpoint {name}: no such file; the checkpoints of {run_dir} are {others}")
+    path = found[0]
+    problem: Any = "it is damaged"
+    try:
+        if is_whole(path):
+            return path, load(path)
+    except Exception as error:  # torch.load raises many
+        problem = error
+    raise RunError(f"--checkpoint {name}: {path} cannot be read: {problem}; another checkpoint may do")
 
 
 def run_test(test: Callable, build_datasets: Callable, config: Any, train_class: type) -> int:

@@ -200,12 +200,10 @@ class Loader(DataLoader):
             batches = super().__iter__()
         if self.fabric.device.type != "cpu":
             batches = map(self.fabric.to_device, batches)  # fabric.setup_dataloaders would replace the sampler, too
-        return map(self.checked, batches) if self.before_batch else batches
-
-    def checked(self, batch: Any) -> Any:
-        if self.before_batch:
-            self.before_batch()
-        return batch
+        for batch in batches:
+            if self.before_batch:
+                self.before_batch()
+            yield batch
 
     def micro_batches(self, step: int, timer: Any) -> Iterator:
         """The micro-batches of this rank in a training step, each with whether it is the last one. All generators are

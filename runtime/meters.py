@@ -72,24 +72,16 @@ class Means:
         Raises:
             RunError: A score has the name of a mean, or the ranks have values of other names.
         """
-        if scores is None:
-            scores = {}
-        if not isinstance(scores, dict):  # of a single metric
-            scores = {"metric": scores}
-        numbers = {}
-        others = {}  # such as a confusion matrix
-        for name, value in scores.items():
-            if name in self.sums:
-                raise RunError(f"compute_loss and build_metrics both have {name!r}: give one of them another name")
-            if is_scalar(value):
-                numbers[str(name)] = value
-            else:
-                others[str(name)] = value
-        self.add(numbers)
+        named = {} if scores is None else scores
+        if not isinstance(named, dict):  # of a single metric
+            named = {"metric": named}
+        for name in named.keys() & self.sums.keys():
+            raise RunError(f"compute_loss and build_metrics both have {name!r}: give one of them another name")
+        self.add({name: value for name, value in named.items() if is_scalar(value)})
         means = {name: total / weight for name, (total, weight) in self.reduce().items()}
         self.sums = {}
         self.weights = {}
-        return means | others
+        return means | {name: value for name, value in named.items() if name not in means}
 
     def reduce(self) -> dict[str, tuple]:
         """The sum and the weight of each value over all ranks, with one wait for the device.

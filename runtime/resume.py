@@ -1,6 +1,5 @@
 """A resume: what is compared with the run so far, and what is restored from its checkpoint."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,25 +7,26 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from runtime import checkpoints
-from runtime.checkpoints import AS_BUILT, is_plain, with_tensors
+from runtime.checkpoints import AS_BUILT, FORMAT, is_plain, load, with_tensors
 from runtime.errors import ConfigError
 from runtime.source import changed_files, code_folder
 
 
 class Resume:
-    """What is known of the run so far. Of a new run nothing is, and the methods do nothing.
+    """What is known of the run so far; of a new run, nothing.
 
     Attributes:
-        summary: summary.json, as it was found.
+        is_finished: Whether it was finished, by its summary.json.
+        summary: What summary.json has.
         saved: The contents of the checkpoint to resume from; {} if there is none.
         origin: Its path, and the source files that have changed since.
         changes: What else has changed, in words.
-        step: That of the checkpoint, or 0.
+        step: Its step, or 0.
         micro_batch_size: That of the run so far, or 0.
     """
 
     def __init__(self):
+        self.is_finished = False
         self.summary: dict = {}
         self.saved: dict = {}
         self.origin = ""
@@ -35,24 +35,22 @@ class Resume:
         self.micro_batch_size = 0
 
     def read(self, run_dir: Path, path: Path | None, summary: dict):
-        """Reads the checkpoint at `path`; a run may have none yet, or none left. Raises ConfigError for one of another
-        version of the template."""
+        """Reads the checkpoint at `path`, if there is one. Raises ConfigError for one of another version of the
+        template."""
         self.summary = summary
+        self.is_finished = summary.get("state") == "finished"
         if path is None:
-            if summary.get("state") != "finished":
+            if not self.is_finished:
                 self.changes.append("the run has no checkpoint yet, and begins again at step 0")
             return
-        self.saved = checkpoints.load(path)
+        self.saved = load(path)
         about = self.saved["checkpoint"]
-        if about.get("format") != checkpoints.FORMAT:
-            program = shlex.quote(str(code_folder(run_dir, about["code"]) / "train.py"))
-            raise ConfigError(
-                f"--resume: {path} was written by another version of the template; "
-                f"go on with the run's own copy of the code: python {program} --resume {shlex.quote(str(run_dir))}"
-            )
+        if about.get("format") != FORMAT:
+            code = code_folder(run_dir, about["code"])
+            raise ConfigError(f"--resume: {path} is of another version of the template: go on with the code in {code}")
+        self.origin = f"{path}{changed_files(about['code'])}"
         self.step = self.saved["step"]
         self.micro_batch_size = self.saved["micro_batch_size"]
-        self.origin = f"{path}{changed_files(about['code'])}"
 
     def compare(self, data: dict):
         """Compares the datasets with those of the checkpoint.
@@ -67,90 +65,68 @@ class Resume:
         for name, (size, fingerprint) in data.items():
             old_size, old_fingerprint = then.get(name, (size, fingerprint))
             if size != old_size:
-                raise ConfigError(
-                    f"--resume: the number of {name} samples is {size}, but was {old_size} in {self.origin}: "
-                    "a resume cannot change it"
-                )
+                raise ConfigError(f"--resume: {name} has {size} samples, but had {old_size} in {self.origin}")
             if fingerprint is None:
-                self.changes.append(
-                    f"the {name} samples have no fingerprint: a resume cannot tell if they have changed"
-                )
+                self.changes.append(f"the {name} samples have no fingerprint: a resume cannot tell if they change")
             elif old_fingerprint not in (None, fingerprint):
                 self.changes.append(f"the {name} samples have changed: their content, labels or augmentation")
 
     def restore(self, fabric: Fabric, state: dict, built: dict):
-        """Restores the state from the checkpoint.
+        """Restores the state from the checkpoint: modules, optimizers and tensors in place; other values are replaced.
+        Entries that are not in the checkpoint keep their values.
 
         Args:
             fabric: Fabric.
-            state: The state. Entries that are not in the checkpoint keep their values.
+            state: The state.
             built: The optimizers of `state`, as they were built.
 
         Raises:
             ConfigError: The state does not fit to the checkpoint.
         """
-        micro_batch_size = state["micro_batch_size"]
+        about = self.saved["checkpoint"]
+        size = state["micro_batch_size"]
+        others = {name for name, value in state.items() if hasattr(value, "state_dict")} ^ {*about["entries"]}
         try:
-            new = restore(fabric, state, self.saved, built)
+            if others:
+                raise ValueError(
+                    f"{', '.join(sorted(others))}: in `state` or in the checkpoint, but not in both; "
+                    "rename it, or start a new run from the weights of this one"
+                )
+            for name in state:
+                if name not in self.saved:
+                    self.changes.append(f"state[{name!r}] is not in the checkpoint, and new")
+                elif name in built:
+                    restore_optimizer(state[name], copied(self.saved[name]), built[name], about["optimizers"][name])
+                else:
+                    state[name] = restored(fabric, state[name], copied(self.saved[name]))
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:  # the state has changed
             raise ConfigError(f"--resume {self.origin}: {error}") from error
-        self.changes += [f"state[{name!r}] is not in the checkpoint, and new" for name in new]
-        if micro_batch_size != self.micro_batch_size:
-            state["micro_batch_size"] = micro_batch_size
-            was = self.micro_batch_size
-            self.changes.append(
-                f"micro_batch_size {micro_batch_size} instead of {was}: dropout and augmentation differ"
-            )
         self.saved = {}  # closes the file
+        state["micro_batch_size"] = size
+        if size != self.micro_batch_size:
+            was = self.micro_batch_size
+            self.changes.append(f"micro_batch_size {size} instead of {was}: dropout and augmentation differ")
 
 
-def restore(fabric: Fabric, state: dict, saved: dict, built: dict) -> list:
-    """Restores `state`: modules, optimizers and tensors in place, other values are replaced.
-
-    Args:
-        fabric: Fabric.
-        state: The state.
-        saved: The contents of a checkpoint.
-        built: The optimizers of `state`, as they were built.
-
-    Returns:
-        The names of the entries that are not in the checkpoint. They keep their values.
-
-    Raises:
-        ValueError, RuntimeError, ...: The state does not fit.
-    """
-    about = saved["checkpoint"]
-    others = {name for name, value in state.items() if hasattr(value, "state_dict")} ^ {*about["entries"]}
-    if others:
-        raise ValueError(
-            f"{', '.join(sorted(others))}: in `state` or in the checkpoint, but not in both; "
-            "rename it, or start a new run from the weights of this one"
-        )
-    for name, current in state.items():
-        if name not in saved:
-            continue
-        value = with_tensors(copied, saved[name])  # otherwise it would stay backed by the file
-        if name in built:
-            restore_optimizer(current, value, built[name], about["optimizers"][name])
-        elif is_same_kind(current, value):
-            current.data.copy_(value)  # in place: the loop or a dataset may have a view of it
-        elif not hasattr(current, "state_dict"):
-            state[name] = with_tensors(fabric.to_device, value)
-        elif value != {}:  # saved without a gradient scaler; GradScaler does not accept it
-            current.load_state_dict(with_tensors(fabric.to_device, value))
-    return [name for name in state if name not in saved]
+def copied(value: Any) -> Any:
+    """A value of a checkpoint whose tensors are in memory, and no longer backed by the file."""
+    return with_tensors(lambda tensor: tensor.clone() if is_plain(tensor) else tensor, value)
 
 
-def copied(tensor: Tensor) -> Tensor:
-    return tensor.clone() if is_plain(tensor) else tensor
-
-
-def is_same_kind(one: Any, other: Any) -> bool:
-    """Whether both are tensors of one shape and type."""
-    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return are_tensors and one.shape == other.shape and one.dtype == other.dtype
+def restored(fabric: Fabric, current: Any, value: Any) -> Any:
+    """What an entry of `state` becomes, from what it is now and its value in the checkpoint."""
+    are_tensors = isinstance(current, Tensor) and isinstance(value, Tensor)
+    if are_tensors and (current.shape, current.dtype) == (value.shape, value.dtype):
+        current.data.copy_(value)  # in place: the loop or a dataset may have a view of it
+        return current
+    value = with_tensors(fabric.to_device, value)
+    if not hasattr(current, "state_dict"):
+        return value
+    if value != {}:  # saved without a gradient scaler; GradScaler does not accept it
+        current.load_state_dict(value)
+    return current
 
 
 def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
@@ -175,8 +151,9 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
             if now[name] != old[name]:
                 raise ValueError(f"an optimizer has {name} {now[name]}, but {old[name]} in the checkpoint")
         places = [now["parameters"].index(name) for name in old["parameters"]]
-        for values in (now["parameters"], group["params"], group.get("param_names", [])):
-            values[:] = [values[place] for place in places if values]
+        for values in (now["parameters"], group["params"], group.get("param_names")):
+            if values:
+                values[:] = [values[place] for place in places]
     # One with a state_dict of its own may have no groups in it.
     for group, old in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
         group.setdefault("initial_lr", group["lr"])
@@ -187,15 +164,14 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
 
 
 def order_of(built: list, then: list) -> list[int]:
-    """For each group of the checkpoint the number of the one that has the same parameters. Raises ValueError if there
+    """For each group of the checkpoint the number of the one with the same parameters. Raises ValueError if the groups
     are others."""
     order: list[int] = []
     for old in then:
         same = [number for number, now in enumerate(built) if {*now["parameters"]} == {*old["parameters"]}]
         order += [number for number in same if number not in order][:1]
     if not len(order) == len(built) == len(then):
-        names = [{name for group in groups for name in group["parameters"]} for groups in (built, then)]
-        others = ", ".join(sorted(names[0] ^ names[1]))
-        what = f"other parameters than in the checkpoint: {others}" if others else "them in other groups"
-        raise ValueError(f"an optimizer trains {what}")
+        now, before = ({name for group in groups for name in group["parameters"]} for groups in (built, then))
+        others = ", ".join(sorted(now ^ before)) or "none"
+        raise ValueError(f"an optimizer has other parameter groups than in the checkpoint; other parameters: {others}")
     return order

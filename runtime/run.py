@@ -91,7 +91,6 @@ class Run:
         self.has_begun = False  # its first step
         self.is_open = False  # the directory
         self.is_restored = False
-        self.is_complete = False  # a finished run that is resumed, with no step left
         self.is_stopped = False  # by a signal
         self.saved: tuple = (0, [], 0)
         self.sums: dict = {}  # of the bits of the weights, before a validation of a step that is not saved
@@ -101,10 +100,8 @@ class Run:
         size. Notes whether the samples have changed since the checkpoint."""
         self.fabric.seed_everything(self.config.seed)  # for a dataset that is split at random
         datasets = build_in_turn(self.fabric, partial(build_datasets, self.config))
-        names = {"train": "training", "val": "validation"}
-        parts = {names.get(name, name): dataset for name, dataset in datasets.items() if name != "test"}
-        self.data = {part: (len(dataset), fingerprint(dataset)) for part, dataset in parts.items()}
-        check_ranks(self.config, {f"number and checksum of {part} samples": each for part, each in self.data.items()})
+        self.data = {name: (len(each), fingerprint(each)) for name, each in datasets.items() if name != "test"}
+        check_ranks(self.config, {f"number and checksum of {name} samples": each for name, each in self.data.items()})
         self.resume.compare(self.data)
         if not self.config.fast_run:  # which a signal ends at once
             self.signals.listen(self.resources)
@@ -141,23 +138,22 @@ class Run:
         """Restores the state in a resume, and prints what will happen. Raises ConfigError if the state does not fit to
         the checkpoint, RunError if a run is to become longer that has no checkpoint left."""
         state = self.state
+        resume = self.resume
         directory = self.directory
-        before = self.resume.summary
-        if before.get("state") == "finished":  # its checkpoints may have been deleted
-            state.update({name: before[name] for name in ("step", "best", "best_step", "bad_validations", "ended")})
-            self.is_complete = self.is_over()
-            if not (self.is_complete or self.resume.saved):
-                path = directory.path
-                raise RunError(f"{path} is finished, and has no checkpoint left from which it could become longer")
-        if self.resume.saved and not self.is_complete:
-            about = self.resume.saved["checkpoint"]
+        if resume.saved:
+            about = resume.saved["checkpoint"]
             directory.summary |= about["summary"] | {"checkpoint": about["step"]}
             directory.began -= directory.summary["seconds"]
-            self.resume.restore(self.fabric, state, self.built.optimizers)
+            resume.restore(self.fabric, state, self.built.optimizers)
+        elif resume.is_finished:  # its checkpoints have been deleted
+            names = ("step", "best", "best_step", "bad_validations", "ended")
+            state.update({name: resume.summary[name] for name in names})
+            if not self.is_over():
+                raise RunError(f"{directory.path} is finished, and has no checkpoint left to become longer from")
         directory.summary["parameters"] = size_of(state["model"])
         self.saved = self.place()
         self.is_restored = True
-        for line in [*header(self.fabric, self.config, self.plan, state), *self.resume.changes]:
+        for line in [*header(self.fabric, self.config, self.plan, state), *resume.changes]:
             self.console.print(line)
 
     # ---- the steps
@@ -308,20 +304,17 @@ class Run:
     def check_loss(self, loss: float):
         """Raises RunError if the loss of the steps up to this one is not finite."""
         if not math.isfinite(loss):
-            advice = f"{self.where_to_look()}, or try a lower learning rate, or clip the gradient"
-            raise RunError(f"the loss is {loss} in the steps up to {self.state['step']}{advice}")
+            raise RunError(
+                f"the loss is {loss} in the steps up to {self.state['step']}; {self.where_to_look()}, or try a lower "
+                "learning rate, or clip the gradient"
+            )
 
     def where_to_look(self) -> str:
-        """A part of a line: the last checkpoint, and how to find the first step that went wrong."""
-        hint = "; find the first such step by --log_interval 1"
-        if self.config.fast_run:
-            return hint
-        run_dir = self.directory.path
-        if (ROOT / "recipes" / "replay.py").exists():
-            words = shlex.join([str(run_dir), "--step", str(self.state["step"])])
-            hint = f"; look into the first such step with: python recipes/replay.py {words}"
-        found = checkpoints.checkpoints_of(run_dir)
-        return f"; the last checkpoint is {found[0]}{hint}" if found else hint
+        """How to find the first step that went wrong."""
+        if self.config.fast_run or not (ROOT / "recipes" / "replay.py").exists():
+            return "find the first such step by --log_interval 1"
+        words = shlex.join([str(self.directory.path), "--step", str(self.state["step"])])
+        return f"look into the first such step with: python recipes/replay.py {words}"
 
     # ---- at the end
 
@@ -340,7 +333,8 @@ class Run:
             else:
                 self.open()
                 self.write_checkpoint()
-        if not (self.is_stopped or self.is_complete):
+        is_as_found = self.resume.is_finished and not self.is_open  # there was no step left
+        if not (self.is_stopped or is_as_found):
             weights = checkpoints.contents_of({"model": state["model"]})["model"]
             self.on_rank_zero(self.directory.write_model, state, weights)
         self.print_end()
@@ -349,18 +343,13 @@ class Run:
     def print_end(self):
         state = self.state
         step = state["step"]
-        total = self.plan.total_steps
+        total = max(step, self.plan.total_steps)  # a finished run may have made more steps than are asked for now
         self.console.bar.close()
         ending = "stopped" if self.is_stopped else "finished"
-        steps = f"{step} of {total} steps" if step <= total else f"{step} steps, more than the {total} asked for"
         best = "none" if state["best"] is None else f"{state['best']:.5g} at step {state['best_step']}"
-        reason = ""
-        if not self.is_stopped and step < total:
-            bad_validations = state["bad_validations"]
-            reason = " (by `break`)"
-            if bad_validations >= self.plan.patience:
-                reason = f" (early stopping: no better value in {bad_validations} validation(s))"
-        self.console.print(f"{ending} after {steps}, best {self.config.monitor} {best}{reason}")
+        self.console.print(f"{ending} after {step} of {total} steps, best {self.config.monitor} {best}")
+        if state["bad_validations"] >= self.plan.patience:
+            self.console.print(f"early stopping: {state['bad_validations']} validation(s) without a better value")
         if self.directory.path and not self.config.fast_run:
             self.console.print(f"next: {self.directory.next_command(not self.is_stopped)}")
 
@@ -412,7 +401,7 @@ def rehearse(fabric: Fabric, start: Callable, config: Any, resources: ExitStack)
         out_dir=f"{fabric.broadcast(folder)}/run",  # absolute; an option may name a run in root_dir
         limit_train_batches=half,  # so there are two epochs: what happens between them is tried, too
         limit_val_batches=config.limit_val_batches and config.fast_run,
-        logger_name=tuple(name for name in config.logger_name if name in ("csv", "tensorboard")) or ("csv",),
+        logger_name=("csv",),
     )
     run_dir = None
     for steps in (half, config.fast_run):

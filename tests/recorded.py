@@ -41,17 +41,19 @@ from torchmetrics import MeanMetric  # noqa: E402
 
 import train  # noqa: E402
 from runtime import loader  # noqa: E402
+from runtime import run as run_module  # noqa: E402
 from runtime.checkpoints import named_tensors  # noqa: E402
 from runtime.launch import run_and_exit  # noqa: E402
-from runtime.rundir import RunDir  # noqa: E402
+from runtime.run import Run  # noqa: E402
 
 seeder = train.seeder
 compute_loss = train.compute_loss
 build_datasets = train.build_datasets
 build_metrics = train.build_metrics
 fetch = loader.SeededBatches.__getitem__
-restore = RunDir.restore
-save = RunDir.save
+prepare = Run.prepare
+restore = Run.restore
+save = Run.write_checkpoint
 listdir = os.listdir
 scandir = os.scandir
 
@@ -88,6 +90,8 @@ def checksum(value: Any) -> int | None:
 def recorded_seeder(device: str, tag: str, seed: int):
     """The seeder of a tag, which tells what is computed next."""
     set_seed = seeder(device, tag, seed)
+    if tag not in ("whole step", "step", "validate"):
+        return set_seed
     if tag == "validate":
         now["validations"] += 1
         now["is_validation"] = True  # before the first fetch
@@ -97,7 +101,7 @@ def recorded_seeder(device: str, tag: str, seed: int):
         if tag == "whole step":
             now["step"] = number
         else:
-            now["number"] = number if tag in ("step", "validate") else None
+            now["number"] = number
         set_seed(number + int(SHIFT) if tag == "validate" else number)
 
     return numbered
@@ -219,10 +223,15 @@ def leaves(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Any]]:
 # ---- steps and saves
 
 
-def recorded_restore(self, given: dict, plan: Any):
-    restore(self, given, plan)
+def recorded_prepare(self, given: dict, plan: Any):
+    prepare(self, given, plan)
     state.update(given)
-    note_attributes(given, given["step"], self.fabric.global_rank)
+
+
+def recorded_restore(self):
+    restore(self)
+    state.update(self.state)
+    note_attributes(state, state["step"], self.fabric.global_rank)
 
 
 def note_step(optimizer: Any, arguments: Any, named: Any):
@@ -254,12 +263,13 @@ def note_attributes(given: dict, step: int, rank: int):
     note("attributes", step, rank, found)
 
 
-def recorded_save(self, step: int, *arguments: Any, **named: Any):
+def recorded_save(self, *arguments: Any, **named: Any):
     """At each save, of each rank, also the checksums of the plain values of `state`."""
+    step = self.state["step"]
     values = {name: checksum(value) for name, value in self.state.items() if not hasattr(value, "state_dict")}
     note("state", step, self.fabric.global_rank, values)
     note_attributes(self.state, step, self.fabric.global_rank)
-    return save(self, step, *arguments, **named)
+    return save(self, *arguments, **named)
 
 
 # ---- the sets
@@ -387,13 +397,15 @@ if __name__ == "__main__":
     if os.environ.get("FOLDERS") == "reversed":
         os.listdir = lambda *arguments: listdir(*arguments)[::-1]
         os.scandir = Reversed
-    train.seeder = recorded_seeder
+    for module in (train, loader, run_module):
+        module.seeder = recorded_seeder  # type: ignore[attr-defined]
     train.compute_loss = recorded_loss
     train.eval_batches = other_eval_batches
     train.build_datasets = recorded_build
     train.build_metrics = recorded_metrics
     loader.SeededBatches.__getitem__ = recorded_fetch  # type: ignore[method-assign]
-    RunDir.restore = recorded_restore  # type: ignore[method-assign]
-    RunDir.save = recorded_save  # type: ignore[method-assign]
+    Run.prepare = recorded_prepare  # type: ignore[method-assign]
+    Run.restore = recorded_restore  # type: ignore[method-assign]
+    Run.write_checkpoint = recorded_save  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(note_step)
     run_and_exit(main, CONFIG)

@@ -515,11 +515,11 @@ def test_each_parameter_is_trained(whole: Run, place):
     with_gradient = {
         name for step, names, _ in facts(whole.record, "stepped") if step > before["step"] for name in names
     }
-    for optimizer, about in after["checkpoint"]["optimizers"].items():
+    for optimizer, groups in after["checkpoint"]["optimizers"].items():
         same = {}  # whether a parameter is
-        for number, names in enumerate(about["parameters"]):
+        for number, group in enumerate(groups):
             if max(saved[optimizer]["param_groups"][number]["lr"] for saved in (before, after)) > 0:
-                for name in names:
+                for name in group["parameters"]:
                     module, _, key = name.rpartition(" (")[0].partition(".")
                     same[name] = torch.equal(before[module][key], after[module][key]) and after[module][key].dtype
         if same and all(same.values()):
@@ -760,7 +760,7 @@ def random_sets(run: Run) -> str:
 
 
 def test_the_finished_run_is_evaluated(whole: Run, place):
-    run(f"test.py {small(config.TestConfig, out_dir=whole.folder.name, **place)}", whole.folder.parent)
+    run(f"test.py {small(config.EvalConfig, out_dir=whole.folder.name, **place)}", whole.folder.parent)
     (report,) = whole.folder.glob("test_*.json")
     assert json.loads(report.read_text())["num_samples"] > 0
 
@@ -768,7 +768,7 @@ def test_the_finished_run_is_evaluated(whole: Run, place):
 def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Path):
     run(f"train.py {small(**place, max_steps='2', val_interval='2', limit_val_batches='1.0')}", tmp_path)
     folder = run_dir(tmp_path)
-    options = small(config.TestConfig, out_dir=folder.name, **place)
+    options = small(config.EvalConfig, out_dir=folder.name, **place)
     run(f"test.py {options} --split val --checkpoint last", tmp_path)
     (path,) = folder.glob("test_val_*.json")
     results = json.loads(path.read_text())["results"]
@@ -790,7 +790,7 @@ def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Pa
 # ---- options
 
 
-@pytest.mark.parametrize("script, cls", [("train.py", config.TrainConfig), ("test.py", config.TestConfig)])
+@pytest.mark.parametrize("script, cls", [("train.py", config.TrainConfig), ("test.py", config.EvalConfig)])
 def test_every_option_has_a_valid_default_and_is_in_the_help(script: str, cls: type, tmp_path: Path):
     cls()  # raises ConfigError if a default is not valid
     words = run(f"{script} --help", tmp_path).stdout.split()

@@ -27,25 +27,22 @@ POINTS = {
     "collection": ("train.py", 'MetricCollection({"accuracy": accuracy}, compute_groups=False)'),
     "train": ("train.py", "def train("),
     "set up model": ("train.py", "    model = fabric.setup_module(model)\n"),
-    "optimizer": ("train.py", "torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, fused=True)"),
+    "optimizer": ("train.py", "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"),
     "set up optimizer": ("train.py", "fabric.setup_optimizers(optimizer)"),
     "set-up is done": ("train.py", "    metrics = build_metrics(config, train_set).to(fabric.device)\n"),
     "state": ("train.py", '        "step": 0,\n'),
     "state is there": (
         "train.py",
-        "    run.restore(state, plan)\n",
+        "    run.restore()\n",
     ),
-    "loop begins": (
-        "train.py",
-        '    batches = train_loader.epochs_from(state["step"])\n',
-    ),
-    "learning rate": ("train.py", "        lr = learning_rate(config, plan, step)\n"),
-    "set lr": ("train.py", 'set_lr(group, lr * group.get("lr_factor", 1.0))'),
+    "state is built": ("train.py", "    run.prepare(state, plan)\n"),
+    "loop begins": ("train.py", "    for step in run.steps():"),
+    "learning rate": ("train.py", "        set_lr(optimizer, schedule(config, plan, step))"),
     "backward": ("train.py", 'fabric.backward(values["loss"] / plan.grad_accum_steps)'),
     "micro-batch is done": ("train.py", "                means.add(values)\n"),
     "optimizer steps": ("train.py", "        optimizer.step()\n"),
     "step is done": ("train.py", '        state["step"] = step\n'),
-    "run is finished": ("train.py", '    return run.finish("model")\n'),
+    "run is finished": ("train.py", "    return run.finish()\n"),
     # ---- data.py
     "build_datasets": ("data.py", "def build_datasets("),
     "digits": ("data.py", "    from sklearn.datasets import load_digits\n"),
@@ -65,7 +62,7 @@ POINTS = {
     # ---- config.py, model.py
     "dropout option": (
         "config.py",
-        "    dropout: float = 0.25  # Probability of dropping a feature before the last layer\n",
+        "    dropout: float = non_negative(0.25, below=1, fixed=True)  # Probability of dropping a feature before the last layer\n",
     ),
     "options": ("config.py", '    dataset: Literal["digits"]'),
     "layers": ("model.py", "        self.layers = nn.Sequential(\n"),
@@ -75,15 +72,14 @@ POINTS = {
     # ---- what only tests of the template edit
     "Fabric": ("runtime/launch.py", "        fabric = Fabric(**options)\n"),
     "next batch": ("runtime/meters.py", "        batch = next(batches)\n"),
-    "progress line": ("runtime/loggers.py", "self.printed + 30"),
-    "format": ("runtime/checkpoints.py", "FORMAT = 4"),
+    "format": ("runtime/checkpoints.py", "FORMAT = 5"),
     "checkpoint is chosen": ("runtime/checkpoints.py", "    damaged = []\n"),
-    "checkpoint is written": ("runtime/rundir.py", "        checkpoints.save(self.path, contents, step, "),
+    "checkpoint is written": ("runtime/rundir.py", "        checkpoints.save(path, contents, "),
     "run ends": (
         "runtime/rundir.py",
         '        if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):\n',
     ),
-    "final weights": ("runtime/rundir.py", "            torch.save(checkpoints.load(last)[name], file)\n"),
+    "final weights": ("runtime/rundir.py", "            torch.save(with_tensors(Tensor.cpu, weights), file)\n"),
 }
 
 
@@ -134,8 +130,7 @@ def without_own_options(program: Path) -> Path:
     path = program / "data.py"
     path.write_text(re.sub(r"    if config.data_dir:\n.*\n", "", path.read_text()))
     path = program / "config.py"
-    text = re.sub(rf'^    (({OWN_OPTIONS}): .*|"({OWN_OPTIONS})",)\n', "", path.read_text(), flags=re.MULTILINE)
-    path.write_text(re.sub(rf'"({OWN_OPTIONS})"(: 1)?,? ?', "", text))  # in the middle of a line
+    path.write_text(re.sub(rf"^    ({OWN_OPTIONS}): .*\n", "", path.read_text(), flags=re.MULTILINE))
     used = re.compile(rf"config\.({OWN_OPTIONS})\b|\"({OWN_OPTIONS})\"|^    ({OWN_OPTIONS}):", re.MULTILINE)
     assert not any(used.search(file.read_text()) for file in program.glob("*.py"))
     return program

@@ -57,7 +57,7 @@ def with_defaults(program: Path, defaults: dict[str, str]) -> Path:
     text = path.read_text()
     for name, value in defaults.items():
         pattern = rf"(?m)^(    {name}: .+? = (?:field\(default=)?)(?:\(.*?\)|[^\s,]+)"
-        text, count = re.subn(pattern, rf"\g<1>{value}", text, count=1)  # TestConfig, which has some, too, comes later
+        text, count = re.subn(pattern, rf"\g<1>{value}", text, count=1)  # EvalConfig, which has some, too, comes later
         assert count == 1, name
     path.write_text(text)
     return program

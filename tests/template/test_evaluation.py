@@ -186,7 +186,7 @@ def test_the_last_checkpoint_of_a_run_that_goes_on_and_keeps_one(before: str, tm
 import sys; sys.path.insert(0, {str(REPO)!r})
 import time
 import test
-from config import TestConfig
+from config import EvalConfig
 from runtime import cli, evaluation, launch
 
 function, waited = evaluation.{before}, []
@@ -200,7 +200,7 @@ def wait_until_it_is_gone(path):
     return function(path)
 
 evaluation.{before} = wait_until_it_is_gone
-launch.run_and_exit(test.main, cli.parse_or_exit(cli.parse_test, TestConfig))
+launch.run_and_exit(test.main, cli.parse_or_exit(cli.parse_test, EvalConfig))
 """)
     process, pids = started(tmp_path, "--num_checkpoint_keep 1")
     first = newest(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import REPO, SMALL, call, run
 
-from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
+from config import EvalConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig
 from runtime.cli import parse_test, parse_train, read_config, read_summary, to_yaml
 from runtime.errors import ConfigError

@@ -15,7 +15,7 @@ import torch
 from edits import insert_before, replace
 from helpers import RECIPES, REPO, call, clean_environment, diffs, edited, needs_recipes, run
 
-from config import TestConfig as EvalConfig  # pytest would take a class named Test... for tests
+from config import EvalConfig as EvalConfig  # pytest would take a class named Test... for tests
 from config import TrainConfig
 
 PAGES = ["README.md", "README.zh-CN.md", "docs/editing.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
