@@ -145,8 +145,9 @@ def to_yaml(config: Any) -> str:
         "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
         again = values_of(config_of(type(config), text))
         for name, value in values_of(config).items():
-            if str(again.get(name)) != str(value):  # str: nan is not equal to itself
-                raise ConfigError(f"--{name} {value} would be read as {again.get(name)}")
+            found = again.get(name)
+            if found != value and str(found) != str(value):  # str: nan is not equal to itself
+                raise ConfigError(f"--{name} {value} would be read as {found}")
     return text
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime.checks import check_module
 from runtime.errors import ConfigError, RunError
 from runtime.options import DEVICE_OPTIONS, as_config_error
-from runtime.ranks import handle_signals
+from runtime.ranks import NO_LIMIT, gloo_group, handle_signals
 from runtime.source import ROOT, SOURCES
 from runtime.terminal import end, is_child_of_fabric, say, write_error
 
@@ -261,23 +261,31 @@ def is_lost_connection(error: Exception) -> bool:
 
 def build_in_turn(fabric: Fabric, build: Callable) -> Any:
     """The result of build(). On each machine the first process calls it alone, since it may download files, then the
-    others. They wait as long as it takes, also for another run.
+    others. They wait as long as it takes, also for another run. fabric.rank_zero_first would let them try, too, what
+    the first one has failed in.
 
     Raises:
         ConfigError: build() has raised an OSError or ImportError. Other errors are bugs.
     """
     lock = FileLock(f"{tempfile.gettempdir()}/build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock")
+    group = gloo_group(NO_LIMIT)
     try:
-        # chdir: paths stay valid if build() changes the working directory.
-        with fabric.rank_zero_first(local=True), chdir(os.getcwd()), ExitStack() as held:
+        with chdir(os.getcwd()):  # paths stay valid if build() changes the working directory
             if fabric.local_rank == 0:
-                held.enter_context(wait_for(lock))
-            return build()
+                with acquired(lock):
+                    result = build()
+            if group is not None:
+                dist.barrier(group)
+            if fabric.local_rank > 0:
+                result = build()
+            if group is not None:
+                dist.barrier(group)
     except (OSError, ImportError) as error:
         raise ConfigError(f"build_datasets: {error}") from error
+    return result
 
 
-def wait_for(lock: FileLock) -> Any:
+def acquired(lock: FileLock) -> Any:
     """Acquires a lock, and says so if that takes time."""
     try:
         return lock.acquire(timeout=1)

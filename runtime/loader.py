@@ -200,10 +200,7 @@ class Loader(DataLoader):
             batches = super().__iter__()
         if self.fabric.device.type != "cpu":
             batches = map(self.fabric.to_device, batches)  # fabric.setup_dataloaders would replace the sampler, too
-        for batch in batches:
-            if self.before_batch:
-                self.before_batch()
-            yield batch
+        return batches if self.before_batch is None else with_call(self.before_batch, batches)
 
     def micro_batches(self, step: int, timer: Any) -> Iterator:
         """The micro-batches of this rank in a training step, each with whether it is the last one. All generators are
@@ -221,6 +218,13 @@ class Loader(DataLoader):
             self.set_seed(number * plan.world_size + self.sampler.rank)  # among those of all ranks
             yield batch, micro_step == plan.grad_accum_steps - 1
         self.step = step
+
+
+def with_call(before_batch: Callable, batches: Iterator) -> Iterator:
+    """The batches, with a call before each. It knows no Loader, whose workers would otherwise outlive the run."""
+    for batch in batches:
+        before_batch()
+        yield batch
 
 
 def start_worker(worker: int):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 
+OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"
+
 # name: (file, text that stands there once). A text that ends with a newline is a whole line.
 POINTS = {
     # ---- train.py
@@ -27,7 +29,7 @@ POINTS = {
     "collection": ("train.py", 'MetricCollection({"accuracy": accuracy}, compute_groups=False)'),
     "train": ("train.py", "def train("),
     "set up model": ("train.py", "    model = fabric.setup_module(model)\n"),
-    "optimizer": ("train.py", "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"),
+    "optimizer": ("train.py", OPTIMIZER),
     "set up optimizer": ("train.py", "fabric.setup_optimizers(optimizer)"),
     "set-up is done": ("train.py", "    metrics = build_metrics(config, train_set).to(fabric.device)\n"),
     "state": ("train.py", '        "step": 0,\n'),
@@ -62,7 +64,8 @@ POINTS = {
     # ---- config.py, model.py
     "dropout option": (
         "config.py",
-        "    dropout: float = non_negative(0.25, below=1, fixed=True)  # Probability of dropping a feature before the last layer\n",
+        "    dropout: float = non_negative(0.25, below=1, fixed=True)  "
+        "# Probability of dropping a feature before the last layer\n",
     ),
     "options": ("config.py", '    dataset: Literal["digits"]'),
     "layers": ("model.py", "        self.layers = nn.Sequential(\n"),
