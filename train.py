@@ -164,8 +164,8 @@ def train(fabric: Fabric, config: TrainConfig, run: Run, datasets: dict[str, Dat
 
     # ---- now and then: save, validate, log
     def report():
-        """Does what is due after a step. The step is saved first: what fails after that, or is stopped by a signal, is
-        done again by a resume, and no step is lost."""
+        """Does what is due after a step. The step is saved first: what fails after that, or is stopped by a signal, a
+        resume does again. So no step is lost."""
         run.save()
         step = state["step"]
         results = {}

@@ -54,8 +54,8 @@ class Plan:
     def lines(self, config: TrainConfig) -> list[str]:
         """What the header says of the plan."""
         micro_batches = f"{self.micro_batch_size} micro_batch_size x {self.grad_accum_steps} grad_accum_steps"
-        scaled = f"scaled by rule {config.lr_scaling_rule}, after {self.warmup_steps:g} steps of warm-up"
         epochs = self.total_steps / self.steps_per_epoch
+        scaled = f"scaled by rule {config.lr_scaling_rule}, after {self.warmup_steps:g} steps of warm-up"
         return [
             f"{self.train_samples:,} training samples, {self.val_samples:,} validation samples",
             f"effective_batch_size {self.effective_batch_size} = {self.world_size} device(s) x {micro_batches}",
