@@ -85,20 +85,21 @@ def check_gradients(fabric: Fabric, state: dict):
                 f"{', '.join(without)}: no gradient in the first step; if that is right, give --strategy "
                 "ddp_find_unused_parameters_true, or requires_grad_(False) to what is never trained"
             )
-    if all(tensor.grad is None for tensor in named_tensors(state).values()):
+    groups = [group for value in state.values() if isinstance(value, Optimizer) for group in value.param_groups]
+    if all(parameter.grad is None for group in groups for parameter in group["params"]):
         raise RunError(
             "nothing has a gradient after the first backward passes: is `fabric.backward` called, and `zero_grad` only "
             "before all micro-batches?"
         )
 
 
-def check_values(fabric: Fabric, values: dict):
-    """Raises RunError if the first loss of a rank is not finite, or a name is taken."""
+def check_values(fabric: Fabric, values: dict, step: int):
+    """Raises RunError if the loss of a rank is not finite in the first step of a process, or a name is taken."""
     if "grad_norm" in values:
         raise RunError("compute_loss: `grad_norm` is logged by train.py: give this value another name")
     total = fabric.all_reduce(values["loss"].detach().clone(), reduce_op="sum").item()
     if not math.isfinite(total):
-        raise RunError(f"compute_loss: `loss` is {total} in the first step")
+        raise RunError(f"compute_loss: `loss` is {total} in {'the first step' if step == 1 else f'step {step}'}")
 
 
 def check_monitor(monitor: str, values: dict, sanity_results: dict):

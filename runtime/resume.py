@@ -8,7 +8,9 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from runtime.checkpoints import AS_BUILT, FORMAT, is_plain, load, with_tensors
+from runtime.cli import read_yaml, to_yaml
 from runtime.errors import ConfigError
+from runtime.options import marked
 from runtime.source import changed_files, code_folder
 
 
@@ -52,16 +54,24 @@ class Resume:
         self.step = self.saved["step"]
         self.micro_batch_size = self.saved["micro_batch_size"]
 
-    def compare(self, data: dict):
-        """Compares the datasets with those of the checkpoint.
+    def compare(self, config: Any, data: dict):
+        """Compares the options and the datasets with those of the checkpoint.
 
         Args:
+            config: The options.
             data: For each dataset its size and its fingerprint, by name.
 
         Raises:
-            ConfigError: A dataset has another size: position and best value would be of other data.
+            ConfigError: Somebody has changed an option in config.yaml that a resume cannot change. Or a dataset has
+                another size: position and best value would be of other data.
         """
-        then = self.saved.get("checkpoint", {}).get("data", {})
+        about = self.saved.get("checkpoint", {"config": "", "data": {}})
+        options = read_yaml(to_yaml(config))
+        then = read_yaml(about["config"])
+        for name in marked(config, "fixed"):
+            if name in then and options[name] != then[name]:
+                raise ConfigError(f"--resume: --{name} is {options[name]}, but was {then[name]} in {self.origin}")
+        then = about["data"]
         for name, (size, fingerprint) in data.items():
             old_size, old_fingerprint = then.get(name, (size, fingerprint))
             if size != old_size:
@@ -147,9 +157,9 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
     built[:] = [built[number] for number in order]
     optimizer.param_groups[:] = [optimizer.param_groups[number] for number in order]
     for group, now, old in zip(optimizer.param_groups, built, then, strict=True):
-        for name in now.keys() & old.keys() - {"parameters"}:
-            if now[name] != old[name]:
-                raise ValueError(f"an optimizer has {name} {now[name]}, but {old[name]} in the checkpoint")
+        for name, value in old.items():  # the class is the first
+            if name != "parameters" and name in now and now[name] != value:
+                raise ValueError(f"an optimizer has {name} {now[name]}, but {value} in the checkpoint")
         places = [now["parameters"].index(name) for name in old["parameters"]]
         for values in (now["parameters"], group["params"], group.get("param_names")):
             if values:

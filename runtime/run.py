@@ -102,7 +102,7 @@ class Run:
         datasets = build_in_turn(self.fabric, partial(build_datasets, self.config))
         self.data = {name: (len(each), fingerprint(each)) for name, each in datasets.items() if name != "test"}
         check_ranks(self.config, {f"number and checksum of {name} samples": each for name, each in self.data.items()})
-        self.resume.compare(self.data)
+        self.resume.compare(self.config, self.data)
         if not self.config.fast_run:  # which a signal ends at once
             self.signals.listen(self.resources)
         return datasets
@@ -196,7 +196,7 @@ class Run:
         self.has_begun = True
         check_gradients(self.fabric, self.state)
         self.timer.stop()
-        check_values(self.fabric, values)
+        check_values(self.fabric, values, self.state["step"] + 1)
         check_monitor(self.config.monitor, values, sanity_results)
         self.built.check(self.state)
         self.open()
@@ -333,8 +333,8 @@ class Run:
             else:
                 self.open()
                 self.write_checkpoint()
-        is_as_found = self.resume.is_finished and not self.is_open  # there was no step left
-        if not (self.is_stopped or is_as_found):
+        has_model = self.resume.is_finished and not self.is_open  # there was no step left
+        if self.directory.path and not (self.is_stopped or has_model):
             weights = checkpoints.contents_of({"model": state["model"]})["model"]
             self.on_rank_zero(self.directory.write_model, state, weights)
         self.print_end()
