@@ -13,10 +13,30 @@ from pathlib import Path
 import pytest
 import torch
 from edits import insert_before, replace
-from helpers import RECIPES, REPO, call, clean_environment, diffs, edited, needs_recipes, run
+from helpers import (
+    LONG,
+    PREEMPTED,
+    RECIPES,
+    REPO,
+    assert_same_run,
+    call,
+    checkpoint,
+    clean_environment,
+    diffs,
+    edited,
+    history,
+    interrupt,
+    killed_and_resumed,
+    last_summary,
+    needs_recipes,
+    newest,
+    run,
+    terminate,
+    weights,
+    without_locks,
+)
 
-from config import EvalConfig as EvalConfig  # pytest would take a class named Test... for tests
-from config import TrainConfig
+from config import EvalConfig, TrainConfig
 
 PAGES = ["README.md", "README.zh-CN.md", "docs/editing.md", "docs/guarantees.md", "docs/fabric.md", "docs/speed.md"]
 LINKED = [
@@ -60,7 +80,7 @@ def blocks(text: str) -> list[str]:
 
 
 def test_the_diffs_are_found():
-    assert len(DIFFS) == TEXT["docs/editing.md"].count("```diff") == 4
+    assert len(DIFFS) == TEXT["docs/editing.md"].count("```diff") == 7
 
 
 @pytest.mark.parametrize("number", range(len(DIFFS)))
@@ -70,6 +90,59 @@ def test_edit(number: int, tmp_path: Path):
     options = " ".join(option for word, option in OPTIONS.items() if word in DIFFS[number])
     done = call(f"{edited(DIFFS[number], tmp_path)}/train.py --accelerator cpu --fast_run {options}", tmp_path)
     assert "finished after 4 of 4 steps" in done.stdout
+
+
+# ---- the loop, as docs/editing.md edits it
+
+SKIP, BREAK, AFTER_LOOP = DIFFS[-3:]
+STEPS = f"train.py {SMALL} --max_steps 8 --log_interval 1 --checkpoint_interval 1 --num_checkpoint_keep 0"
+
+
+def test_a_step_that_is_skipped_changes_no_weights_and_is_logged_and_resumed(tmp_path: Path):
+    program = edited(SKIP.replace("norm < 10", "norm < 10 and step % 5"), tmp_path / "program")
+    whole, _ = killed_and_resumed(f"{program}/{LONG}", tmp_path)
+    call(f"{program}/{STEPS}", tmp_path)
+    before, skipped, after = (checkpoint(tmp_path, f"step-{step:08}")["model"] for step in (4, 5, 6))
+    torch.testing.assert_close(skipped, before, atol=0, rtol=0)
+    assert not any(torch.equal(after[name], skipped[name]) for name in skipped)
+    assert all(float(row["train/grad_norm"]) > 0 for row in history(tmp_path)) and len(history(tmp_path)) == 8
+
+
+def test_a_criterion_of_ones_own_finishes_a_run_in_the_same_step_after_a_kill(tmp_path: Path):
+    """The best accuracy is above 0.9 before the last of 80 steps."""
+    program = edited(BREAK.replace("0.99", "0.9"), tmp_path / "program")
+    whole, killed = killed_and_resumed(f"{program}/{LONG} --width 16", tmp_path)
+    step = newest(whole)
+    assert 24 < step < 80 and step == newest(killed) == last_summary(whole)["best_step"]
+    assert last_summary(whole)["state"] == last_summary(killed)["state"] == "finished"
+    before = without_locks(whole)
+    assert f"finished after {step} of 80 steps" in call(f"{program}/train.py --resume auto", whole).stdout
+    assert without_locks(whole) == before
+    assert f"finished after {step} of 96 steps" in call(f"{program}/train.py --resume auto --epochs 12", whole).stdout
+
+
+@pytest.fixture(scope="module")
+def with_batchnorm(tmp_path_factory) -> Path:
+    program = edited(AFTER_LOOP, tmp_path_factory.mktemp("program"))
+    return replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width),\n")
+
+
+def test_the_statistics_of_batchnorm_are_in_model_pt_alone(with_batchnorm: Path, tmp_path: Path):
+    """They are those of the 32 micro-batches of an epoch. The same weights are there after a kill."""
+    whole, _ = killed_and_resumed(f"{with_batchnorm}/{LONG}", tmp_path)
+    final, saved = weights(whole), checkpoint(whole, "step-00000080")["model"]
+    others = {name for name in final if not torch.equal(final[name], saved[name])}
+    assert others == {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked"}
+    assert (final["layers.1.num_batches_tracked"], saved["layers.1.num_batches_tracked"]) == (32, 4 * 80)
+
+
+def test_a_signal_leaves_the_statistics_of_batchnorm_to_the_resume(with_batchnorm: Path, tmp_path: Path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir(), stopped.mkdir()
+    call(f"{with_batchnorm}/{LONG}", whole)
+    assert interrupt(f"{with_batchnorm}/{LONG}", stopped, terminate).returncode == PREEMPTED
+    call(f"{with_batchnorm}/train.py --resume auto", stopped)
+    assert_same_run(stopped, whole)
 
 
 @pytest.fixture(scope="module")
