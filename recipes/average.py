@@ -32,6 +32,8 @@ from runtime.checkpoints import regular_checkpoints  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import as_run_error, atomically  # noqa: E402
 from runtime.launch import run_and_exit  # noqa: E402
+from runtime.runs import find_run  # noqa: E402
+from runtime.terminal import say  # noqa: E402
 
 
 def newest(run_dir: Path, num: int) -> list[Path]:
@@ -79,7 +81,7 @@ def parse(cls: type, argv: list[str]) -> argparse.Namespace:
 
 @as_run_error()
 def main(args: argparse.Namespace) -> int:
-    run_dir = cli.find_run("--out_dir", args.out_dir, args.root_dir)
+    run_dir = find_run("--out_dir", args.out_dir, args.root_dir)
     path = run_dir / "checkpoints" / f"average-{args.num}.ckpt"
     if path.exists():
         raise ConfigError(f"--num {args.num}: {path} is there already; rename or delete it")
@@ -92,8 +94,8 @@ def main(args: argparse.Namespace) -> int:
     }
     with atomically(path, "wb") as file:
         torch.save(contents, file)
-    cli.say(f"{path} has the mean of steps {', '.join(str(each['checkpoint']['step']) for each in saved)}")
-    cli.say(f"next: python test.py --checkpoint {shlex.quote(str(path))}")
+    say(f"{path} has the mean of steps {', '.join(str(each['checkpoint']['step']) for each in saved)}")
+    say(f"next: python test.py --checkpoint {shlex.quote(str(path))}")
     return 0
 
 

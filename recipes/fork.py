@@ -9,8 +9,8 @@ this, datasets, model and optimizers are built, on the CPU: what does not fit is
 Settings of an optimizer that the options or the code have changed, such as the weight decay, are printed, and taken.
 The step stays: with another --effective_batch_size, it is in another epoch. With another --seed, datasets that are
 split by a global generator are split anew, and the parent may have trained on the new test set. The best value starts
-anew. metrics.csv begins with the rows of the parent; provenance/parent.json has the path, step and SHA-256 of the
-checkpoint.
+anew. metrics.csv begins with the rows of the parent; the fork validates and logs the step of the checkpoint itself, if
+the parent was to do so after it. provenance/parent.json has the path, step and SHA-256 of the checkpoint.
 
 A decay branch (warm-up, stable, decay) of a run with --lr_schedule constant and 19 steps per epoch: the rate falls from
 epoch 10 on. A second try after a spike, with the samples in another order. A sweep from a warm checkpoint:
@@ -39,8 +39,17 @@ from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import write_json  # noqa: E402
 from runtime.launch import build_in_turn, run_and_exit  # noqa: E402
 from runtime.loggers import CSVLogger  # noqa: E402
-from runtime.options import values_of  # noqa: E402
-from runtime.rundir import RunDir, code_folder  # noqa: E402
+from runtime.options import as_config_error, marked, values_of  # noqa: E402
+from runtime.resume import Resume  # noqa: E402
+from runtime.run import Run  # noqa: E402
+from runtime.rundir import RunDir  # noqa: E402
+from runtime.runs import find_run  # noqa: E402
+from runtime.source import code_folder  # noqa: E402
+from runtime.terminal import say  # noqa: E402
+
+# Options that a resume cannot change, or that may differ between machines, and that do not choose the samples.
+NOT_OF_DATA = {"out_dir", "seed", "effective_batch_size", "limit_train_batches", "monitor", "monitor_mode",
+               "devices", "num_workers"}  # fmt: skip
 
 
 class Built(Exception):
@@ -52,7 +61,7 @@ def read(path: Path) -> tuple[dict, str]:
     with cli.errors_of(str(path)), open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         opened = Path(f"/dev/fd/{file.fileno()}")  # the same file, also if the parent deletes it meanwhile
-        if checkpoints.step_of(opened) < 0 or not checkpoints.is_whole(opened):
+        if not checkpoints.is_whole(opened) or checkpoints.step_of(opened) < 0:
             raise ConfigError("is not a whole checkpoint")
         saved = checkpoints.load(opened)
         if saved["checkpoint"].get("format") != checkpoints.FORMAT:
@@ -66,7 +75,7 @@ def read_first(paths: list[Path]) -> tuple[Path, dict, str] | None:
         try:
             return path, *read(path)
         except ConfigError as error:
-            cli.say(f"skipped {error}")
+            say(f"skipped {error}")
     return None
 
 
@@ -82,46 +91,65 @@ def fabric_on_cpu() -> Fabric:
     return Fabric(accelerator="cpu", devices=1)
 
 
-def build(fabric: Fabric, config: TrainConfig) -> dict:
-    """The state of train.py before it is restored."""
+def build(fabric: Fabric, config: TrainConfig) -> Run:
+    """A run of train.py that has built its state, and not yet restored it."""
+    prepare = Run.prepare
 
-    def stop(state: dict, plan):
-        raise Built(state)
+    def stop(run: Run, state: dict, plan):
+        prepare(run, state, plan)
+        raise Built(run)
 
     def start(train_with, build_datasets, config):
         with ExitStack() as resources:
-            run: Any = RunDir(fabric, config, resources)
-            run.restore = stop
+            run: Any = Run(fabric, config, resources)
             train_with(fabric, run.config, run, build_in_turn(fabric, lambda: build_datasets(run.config)))
 
     train.run_training = start
-    train.validate = lambda *args: {}  # it would take its time
     fabric.seed_everything(config.seed)
+    Run.prepare = stop  # type: ignore
     try:
         train.main(config)
     except Built as built:
         return built.args[0]
-    raise RuntimeError("train.py does not call run.restore")
+    finally:
+        Run.prepare = prepare  # type: ignore
+    raise RuntimeError("train.py does not call run.prepare")
 
 
 def fit(path: Path, saved: dict, config: TrainConfig):
     """Restores the state that these options build. The settings of optimizers that have changed leave the checkpoint:
     the resume takes them from the code, as those that are new there. Raises ConfigError if the state does not fit."""
     fabric = fabric_on_cpu()
-    state = build(fabric, config)
-    state["precision"] = fabric.strategy.precision  # as RunDir.restore
+    run = build(fabric, config)
+    resume = Resume()
+    resume.saved = saved
+    resume.origin = str(path)
     then = saved["checkpoint"]["optimizers"]
-    now = checkpoints.describe(state)
-    for name in sorted(then.keys() & now["optimizers"].keys()):
-        groups = zip(now["optimizers"][name]["settings"], then[name]["settings"], strict=False)
-        for number, (new, old) in enumerate(groups):
-            for setting in [setting for setting in new.keys() & old.keys() if new[setting] != old[setting]]:
-                cli.say(f"{name}, group {number}: {setting} {new[setting]} instead of {old[setting]}")
-                del old[setting], saved[name]["param_groups"][number][setting]
+    for name in sorted(then.keys() & run.built.optimizers.keys()):
+        take_settings(name, run.built.optimizers[name], then[name], saved[name].get("param_groups", []))
     try:
-        checkpoints.restore(fabric, state, saved, now)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        resume.restore(fabric, run.state, run.built.optimizers)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"--resume {path}: ")
+        raise ConfigError(f"{path}: {message}") from error
+
+
+def take_settings(name: str, built: list, then: list, saved: list):
+    """Removes the settings of an optimizer that have changed from what a checkpoint has of it, and says which.
+
+    Args:
+        name: Its name in the state.
+        built: Its groups, as they were built.
+        then: Those in the checkpoint.
+        saved: Those in its state_dict there.
+    """
+    for number, old in enumerate(then):
+        same = [group for group in built if {*group["parameters"]} == {*old["parameters"]}]
+        for new in same[:1]:  # without one, it does not fit
+            for setting in sorted(new.keys() & old.keys() - {"parameters", "class"}):
+                if new[setting] != old[setting]:
+                    say(f"{name}, group {number}: {setting} {new[setting]} instead of {old[setting]}")
+                    del old[setting], saved[number][setting]
 
 
 def fork(path: Path, saved: dict, digest: str, before: TrainConfig, config: TrainConfig) -> RunDir:
@@ -140,18 +168,17 @@ def fork(path: Path, saved: dict, digest: str, before: TrainConfig, config: Trai
     about = saved["checkpoint"]
     old = values_of(before)
     changed = {name for name, value in values_of(config).items() if value != old[name]}
-    is_same_data = not changed & {*config.fixed_on_resume, *config.per_host}
-    sizes = {name: value for name, value in about["fixed"].items() if not name.startswith("--")}
-    about["fixed"] = sizes if is_same_data else {}
+    if changed & {*marked(config, "fixed"), *marked(config, "per_host")} - NOT_OF_DATA:
+        about["data"] = {}  # the datasets may be others
     about["summary"]["last"].pop("best", None)
     saved |= {"best": None, "best_step": 0, "to_beat": None, "bad_validations": 0}  # best.ckpt is the parent's
-    with ExitStack() as resources, cli.as_config_error(config, "root_dir", "out_dir", kinds=(OSError,)):
-        run = RunDir(fabric_on_cpu(), config, resources)
-        run.make_directory()
+    with ExitStack() as resources, as_config_error(config, "root_dir", "out_dir", kinds=(OSError,)):
+        run = RunDir(config, resources)
+        run.make()
         try:
             fill(run, path.resolve(), saved, digest)
         except BaseException:
-            shutil.rmtree(run.path)
+            run.remove()
             raise
     return run
 
@@ -164,17 +191,18 @@ def fill(run: RunDir, path: Path, saved: dict, digest: str):
     parent = path.parent.parent
     for name in ("checkpoints", "logs/csv", "provenance"):
         (run.path / name).mkdir(parents=True)
-    checkpoints.save(run.path, saved, step, is_regular=True, is_best=False, is_first=True)
+    checkpoints.save(checkpoints.path_of(run.path, step), saved, is_first=True)
     rows = parent / "logs" / "csv" / "metrics.csv"
     if rows.is_file():
         shutil.copy(rows, run.path / "logs" / "csv")
-        CSVLogger(run.path, step, run.config)  # drops the rows of later steps
+        CSVLogger(run.path, step - 1 if saved["due"] else step, run.config)  # drops the rows that come again
     code = code_folder(parent, about["code"])
     if code.is_dir():
         shutil.copytree(code, run.path / "provenance" / code.name)
     write_json(run.path / "provenance" / "parent.json", {"path": str(path), "step": step, "sha256": digest})
-    plain = {name: value for name, value in saved.items() if type(value) in checkpoints.PLAIN}
-    write_json(run.path / "summary.json", plain | about["summary"] | {"checkpoint": step, "state": "interrupted"})
+    run.summary |= about["summary"] | {"checkpoint": step}
+    run.began -= run.summary["seconds"]
+    run.write_summary(saved, "interrupted")
     run.write_config()
 
 
@@ -199,7 +227,7 @@ def main(arguments: tuple[Path, dict]) -> int:
     if path.is_file():
         found = path, *read(path)
     else:
-        run_dir = cli.find_run("checkpoint or run", str(path), given.get("root_dir", "."))
+        run_dir = find_run("checkpoint or run", str(path), given.get("root_dir", "."))
         newest = read_first(checkpoints.checkpoints_of(run_dir))
         if newest is None:
             raise ConfigError(f"{run_dir} has no whole checkpoint")
@@ -209,8 +237,8 @@ def main(arguments: tuple[Path, dict]) -> int:
     config = replace(before, given)
     fit(path, saved, config)
     run = fork(path, saved, digest, before, config)
-    cli.say(f"{run.path} begins after step {saved['checkpoint']['step']} of {path}")
-    cli.say(f"next: {run.next_command(is_finished=False)}")
+    say(f"{run.path} begins after step {saved['checkpoint']['step']} of {path}")
+    say(f"next: {run.next_command(is_finished=False)}")
     return 0
 
 

@@ -92,7 +92,7 @@ def remove(folder: Path):
     for path in folder.glob("*/.lock"):
         with open(path, "a") as lock:
             try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
     shutil.rmtree(folder)

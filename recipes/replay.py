@@ -21,6 +21,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,14 +41,16 @@ from fork import config_of, fork, read_first  # noqa: E402
 import train  # noqa: E402
 from config import TrainConfig  # noqa: E402
 from runtime import cli  # noqa: E402
+from runtime import run as runtime_run  # noqa: E402
 from runtime.checkpoints import checkpoints_of, load, named_tensors, step_of  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import atomically, write_json  # noqa: E402
 from runtime.launch import run_and_exit  # noqa: E402
-from runtime.loader import TrainSampler, seeder  # noqa: E402
-from runtime.meters import as_scalars, clip_gradients, unscale_gradients  # noqa: E402
-from runtime.rundir import RunDir  # noqa: E402
-from utils import Plan  # noqa: E402
+from runtime.loader import Loader, TrainSampler, seeder  # noqa: E402
+from runtime.meters import Timer, as_scalars, clip_gradients, unscale_gradients  # noqa: E402
+from runtime.run import Run  # noqa: E402
+from runtime.runs import find_run, read_summary  # noqa: E402
+from runtime.terminal import is_child_of_fabric, say  # noqa: E402
 
 TRAIN = train.train
 SHOWN = 10  # losses of a micro-batch
@@ -73,7 +76,7 @@ class MicroBatch:
 class Replay:
     """Keeps what a step needs to be shown, by standing in for functions that the loop calls in each step."""
 
-    def __init__(self, args: argparse.Namespace, fabric: Fabric, config, run: RunDir):
+    def __init__(self, args: argparse.Namespace, fabric: Fabric, config, run: Run):
         self.args = args
         self.fabric = fabric
         self.run = run
@@ -81,44 +84,66 @@ class Replay:
         self.step = 0
         self.samples: dict[int, list] = {}  # of the next micro-batches, by number: data workers are ahead
         self.micro_batches: dict[int, MicroBatch] = {}  # of this step
+        self.fetched: dict[int, Any] = {}  # their batches, as the loop gets them
         self.buffers: dict[Tensor, Tensor] = {}  # those of the models, and copies as they were before this step
         self.compute_loss = train.compute_loss
         train.compute_loss = self.keep_batch
         train.unscale_gradients = self.end_backward
-        # It would end the run at a first loss that is not finite.
-        RunDir.check_loss = lambda *args: None  # type: ignore
-        number_of, iterate = Plan.micro_batch_number, TrainSampler.__iter__
-        Plan.micro_batch_number = lambda plan, *place: self.begin(plan, place[0], number_of(plan, *place))  # type: ignore
+        run.prepare = self.prepare  # type: ignore
+        # They would end the run at a first loss that is not finite.
+        runtime_run.check_values = lambda *args: None
+        Run.check_loss = lambda *args: None  # type: ignore
+        fetch, iterate = Loader.micro_batches, TrainSampler.__iter__
+        Loader.micro_batches = lambda *place: self.number(fetch, *place)  # type: ignore
         TrainSampler.__iter__ = lambda sampler: map(self.keep_samples, iterate(sampler))  # type: ignore
+
+    def prepare(self, state: dict, plan: Any):
+        """In place of run.prepare."""
+        if self.args.step > plan.total_steps:
+            raise ConfigError(f"--step {self.args.step}: the run has {plan.total_steps} steps")
+        Run.prepare(self.run, state, plan)
 
     def keep_samples(self, micro_batch: tuple) -> tuple:
         number, indices = micro_batch
         self.samples.setdefault(number, []).append(indices.tolist())
         return micro_batch
 
-    def begin(self, plan: Plan, step: int, number: int) -> int:
-        """In place of Plan.micro_batch_number, which the loop calls before each micro-batch."""
-        if self.args.step > plan.total_steps:
-            raise ConfigError(f"--step {self.args.step}: the run has {plan.total_steps} steps")
+    def number(self, fetch: Callable, loader: Loader, step: int, timer: Timer) -> Iterator:
+        """In place of Loader.micro_batches, which is `fetch`: notes each micro-batch before the loop gets it."""
         if step != self.step:
             self.step = step
             self.micro_batches = {}
+            self.fetched = {}
             self.buffers = {}
-        if number not in self.micro_batches:
-            self.micro_batches[number] = MicroBatch(self.fabric.global_rank, self.samples.pop(number, []))
-        return number
+        plan = loader.sampler.plan
+        number = (step - 1) * plan.grad_accum_steps * plan.world_size + loader.sampler.rank
+        for found in fetch(loader, step, timer):
+            micro_batch = self.micro_batches.setdefault(number, MicroBatch(self.fabric.global_rank, []))
+            micro_batch.samples += self.samples.pop(number, [])  # a second stream adds its own
+            self.fetched.setdefault(number, found[0])
+            yield found
+            number += plan.world_size
+
+    def micro_batch_of(self, batch: Any) -> MicroBatch:
+        """That with this batch: the loop may have fetched all of them first. The newest, if the loop has made another
+        batch of what it has fetched."""
+        same = [self.micro_batches[number] for number, fetched in self.fetched.items() if fetched is batch]
+        return [*self.micro_batches.values(), *same][-1]
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self.run.state.items() if isinstance(value, nn.Module)}
 
     def keep_batch(self, model: nn.Module, batch, *arguments, **options) -> tuple:
         """In place of compute_loss."""
         if not (model.training and self.micro_batches):
             return self.compute_loss(model, batch, *arguments, **options)
-        micro_batch = [*self.micro_batches.values()][-1]
+        micro_batch = self.micro_batch_of(batch)
         is_first = micro_batch.batch is None
         if is_first:
             micro_batch.batch = copied(batch)
             micro_batch.arguments = (model, arguments, options)
         if not self.buffers:
-            buffers = [buffer for module in self.run.modules.values() for buffer in module.buffers()]
+            buffers = [buffer for module in self.modules().values() for buffer in module.buffers()]
             self.buffers = {buffer: buffer.clone() for buffer in buffers}
         results = self.compute_loss(model, batch, *arguments, **options)
         if is_first:
@@ -170,7 +195,7 @@ class Replay:
         if micro_batch.batch is None:
             return "not known: the step does not call compute_loss"
         names: dict[nn.Module, str] = {}
-        for entry, module in self.run.modules.items():
+        for entry, module in self.modules().items():
             inner: Any = module.module if is_wrapped(module) else module
             names |= {each: f"{entry}.{name}".strip(".") for name, each in inner.named_modules()}
         found: list[str] = []
@@ -214,23 +239,23 @@ class Replay:
         return {sample: losses[sample] for sample in reversed(order)}
 
     def show(self, norm: float, gradients: dict[str, float], micro_batches: list[MicroBatch]):
-        cli.say(f"\nstep {self.step}: gradient norm {norm:.5g}")
+        say(f"\nstep {self.step}: gradient norm {norm:.5g}")
         for name, value in gradients.items():
-            cli.say(f"{value:12.5g}  {name}")
+            say(f"{value:12.5g}  {name}")
         for each in micro_batches:
             losses = each.losses
             if isinstance(losses, dict):
                 losses = ", ".join(f"sample {sample} {loss:.5g}" for sample, loss in [*losses.items()][:SHOWN])
-            cli.say(f"rank {each.rank}: {', '.join(f'{name} {value:.5g}' for name, value in each.values.items())}")
+            say(f"rank {each.rank}: {', '.join(f'{name} {value:.5g}' for name, value in each.values.items())}")
             samples = "; ".join(", ".join(map(str, indices)) for indices in each.samples)
-            cli.say(f"  samples {samples or 'not known: they come from no TrainSampler'}")
-            cli.say(f"  highest losses in eval mode: {losses}")
-            cli.say(f"  first not finite: {each.first_not_finite}")
+            say(f"  samples {samples or 'not known: they come from no TrainSampler'}")
+            say(f"  highest losses in eval mode: {losses}")
+            say(f"  first not finite: {each.first_not_finite}")
         if self.args.keep:
             kept = {"step": self.step, "gradient_norms": gradients, "micro_batches": [*map(vars, micro_batches)]}
             with atomically(self.args.keep, "wb") as file:
                 torch.save(kept, file)
-            cli.say(f"{self.args.keep} has the batches")
+            say(f"{self.args.keep} has the batches")
 
 
 def copied(batch: Any) -> Any:
@@ -250,7 +275,7 @@ def is_finite(values: Any, may_be_masked: bool = False) -> bool:
     return all(bool((tensor.isfinite() | (may_be_masked & (tensor == -math.inf))).all()) for tensor in tensors)
 
 
-def replayed(args: argparse.Namespace, fabric: Fabric, config, run: RunDir, *others) -> int:
+def replayed(args: argparse.Namespace, fabric: Fabric, config, run: Run, *others) -> int:
     """In place of train.train."""
     Replay(args, fabric, config, run)
     try:
@@ -264,8 +289,8 @@ def replayed(args: argparse.Namespace, fabric: Fabric, config, run: RunDir, *oth
 
 def prepare(args: argparse.Namespace, folder: str) -> Path:
     """Makes the run that is trained up to the step, in a folder. Returns its directory. Raises ConfigError."""
-    run_dir = cli.find_run("RUN", args.run, ".")
-    summary = cli.read_summary(run_dir)
+    run_dir = find_run("RUN", args.run, ".")
+    summary = read_summary(run_dir)
     if summary.get("state") == "finished" and args.step > summary["step"]:
         raise ConfigError(f"--step {args.step}: the last step of {run_dir} is {summary['step']}")
     config = cli.read_config(TrainConfig, run_dir)
@@ -283,9 +308,9 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     found = read_first([path for path in checkpoints_of(run_dir) if 0 <= step_of(path) < args.step])
     if found:
         path, saved, digest = found
-        cli.say(f"replays {run_dir} from {path}")
+        say(f"replays {run_dir} from {path}")
         return fork(path, saved, digest, config_of(path, saved), config).path
-    cli.say(f"replays {run_dir} from the beginning")
+    say(f"replays {run_dir} from the beginning")
     path = Path(folder) / "replay"  # a run that was killed before its first checkpoint
     path.mkdir()
     (path / "config.yaml").write_text(cli.to_yaml(config))
@@ -309,7 +334,7 @@ def parse(cls: type, argv: list[str]) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> int:
     train.train = partial(replayed, args)
-    if cli.is_child_of_fabric():
+    if is_child_of_fabric():
         return train.main(cli.parse_train(TrainConfig, ["--resume", os.environ["REPLAY"]]))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["REPLAY"] = str(prepare(args, folder))  # for the other processes, which run this script, too

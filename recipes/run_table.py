@@ -45,7 +45,7 @@ def is_locked(path: Path) -> bool:
     that resumes just then would be refused."""
     try:
         with open(path) as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # no such file, or a file system without locks

@@ -45,6 +45,8 @@ from config import TrainConfig  # noqa: E402 - they import no torch
 from runtime import cli  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.options import values_of  # noqa: E402
+from runtime.runs import named_folders, newest_run, read_summary  # noqa: E402
+from runtime.terminal import end, say  # noqa: E402
 
 try:
     import optuna.storages.journal
@@ -110,12 +112,12 @@ class Sweep:
             fixed = {name: value for name, value in content.items() if name not in choices}
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}
         averaged = {name: self.space.pop(name).choices for name in AVERAGED if isinstance(choices.get(name), list)}
-        self.words = [*cli.words_of(TrainConfig, fixed), *args.options]
+        self.words = [*cli.words_of(fixed), *args.options]
         self.averaged = combinations(averaged)
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
         self.points = [{}] * args.trials if dict in map(type, choices.values()) else grid  # what is not drawn of each
         configs = [
-            cli.parse_train(TrainConfig, self.words + cli.words_of(TrainConfig, point | own))
+            cli.parse_train(TrainConfig, self.words + cli.words_of(point | own))
             for point in grid
             for own in self.averaged
         ]
@@ -199,25 +201,25 @@ class Sweep:
                 return
             if is_pruned and code == PREEMPTED:
                 self.study.tell(trial, state=TrialState.PRUNED)
-                cli.say(f"trial {number}: pruned, with {trial.params}")
+                say(f"trial {number}: pruned, with {trial.params}")
                 return
-            run_dir = cli.newest_run(name, str(self.folder.parent))
-            best = cli.read_summary(run_dir).get("best") if code == 0 and run_dir else None
+            run_dir = newest_run(name, str(self.folder.parent))
+            best = read_summary(run_dir).get("best") if code == 0 and run_dir else None
             if best is None:
                 self.study.tell(trial, state=TrialState.FAIL)
                 last = Path(output.name).read_text(errors="replace").strip().rpartition("\n")[2]
-                cli.say(f"trial {number}: {name} ended with code {code}, see {output.name}: {last}")
+                say(f"trial {number}: {name} ended with code {code}, see {output.name}: {last}")
                 return
             run_dirs[str(run_dir)] = best
         value = sum(run_dirs.values()) / len(run_dirs)
         trial.set_user_attr("run_dirs", [*run_dirs])
         self.study.tell(trial, value)
-        cli.say(f"trial {number}: {value:.5g} with {trial.params}; best {self.study.best_value:.5g}")
+        say(f"trial {number}: {value:.5g} with {trial.params}; best {self.study.best_value:.5g}")
 
     def run(self, trial: Trial, name: str, own: dict, output: TextIO, device, is_first: bool) -> tuple[int, bool]:
         """Runs train.py. Returns its exit code, and whether the pruner has stopped it."""
         link = [sys.executable, "-I", "-c", LINK] if sys.platform == "linux" else []
-        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *cli.words_of(TrainConfig, own)]
+        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *cli.words_of(own)]
         command += ["--out_dir", name, "--resume", "auto"]
         threads = max(1, (os.cpu_count() or 1) // self.args.jobs)
         env = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
@@ -234,7 +236,7 @@ class Sweep:
 
     def is_hopeless(self, trial: Trial, name: str) -> bool:
         """Reports the new values of a run. They are counted, since runs may have other steps. Whether to prune it."""
-        newest = cli.named_folders(self.folder.parent / name)[:1]
+        newest = named_folders(self.folder.parent / name)[:1]
         values = [value for run_dir in newest for value in curve({"path": run_dir}, self.monitor)[1]]
         known = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         for number, value in enumerate(values[known:], known + 1):
@@ -245,14 +247,14 @@ class Sweep:
         """Prints what came out and what to do next, and returns the exit code."""
         points, left, done = self.count()
         if left:
-            cli.say(f"{left} of {points} points have no result yet: the same command goes on with them")
+            say(f"{left} of {points} points have no result yet: the same command goes on with them")
         if done:
             best = self.study.best_trial
-            cli.say(f"best {self.monitor} {best.value:.5g} of {done} trials: {best.params}")
+            say(f"best {self.monitor} {best.value:.5g} of {done} trials: {best.params}")
             for run_dir in best.user_attrs["run_dirs"]:
-                cli.say(f"next: python test.py --out_dir {shlex.quote(run_dir)}")
+                say(f"next: python test.py --out_dir {shlex.quote(run_dir)}")
             words = shlex.join([str(self.folder.parent), "--group", "--sort", "mean", "--filter", f"run={self.name}-*"])
-            cli.say(f"next: python recipes/runs.py {words}")
+            say(f"next: python recipes/runs.py {words}")
         return PREEMPTED if self.stopping.is_set() else int(left > 0)
 
 
@@ -273,17 +275,17 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20, help="points to draw, of ranges (20)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own (1)")
     parser.add_argument("--prune", action="store_true", help="stop runs below the median of 5; needs the csv logger")
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args = parser.parse_args(sys.argv[1:end])
-    args.options = sys.argv[end + 1 :]
+    place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:place])
+    args.options = sys.argv[place + 1 :]
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if args.jobs < 1:
-        cli.end(MISTAKE, f"--jobs {args.jobs}: must be 1 or more")
+        end(MISTAKE, f"--jobs {args.jobs}: must be 1 or more")
 
     def stop(number: int, frame):
         signal.signal(number, signal.SIG_DFL)  # the second time at once
         sweep.stopping.set()
-        cli.say("stopping: the runs save; the same command goes on")
+        say("stopping: the runs save; the same command goes on")
 
     try:
         sweep = Sweep(args)
@@ -292,11 +294,11 @@ def main() -> int:
         points, left, _ = sweep.count()
         if left:  # the first trial may take hours
             runs = left * len(sweep.averaged)
-            cli.say(f"points to train: {left} of {points}, runs: {runs}; trial N prints to {sweep.folder}/N.log")
+            say(f"points to train: {left} of {points}, runs: {runs}; trial N prints to {sweep.folder}/N.log")
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(sweep.work, devices(args.jobs)))
     except (ConfigError, OSError) as error:
-        cli.end(MISTAKE if isinstance(error, ConfigError) else 1, str(error))
+        end(MISTAKE if isinstance(error, ConfigError) else 1, str(error))
     return sweep.summarize()
 
 

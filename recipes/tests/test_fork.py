@@ -37,7 +37,9 @@ PARENT = (
     f"train.py {SMALL} --log_interval 1 --checkpoint_interval 2 --num_checkpoint_keep 0 --logger_name csv "
     "--monitor val/loss --monitor_mode min"
 )
-STEP_8 = "checkpoints/step-00000008.ckpt"
+STEP_8 = "checkpoints/step-00000008.ckpt"  # its validation and its row are still due
+STEP_10 = "checkpoints/step-00000010.ckpt"  # its row is still due
+BEST = "checkpoints/best.ckpt"
 
 
 @pytest.fixture(scope="module")
@@ -167,19 +169,30 @@ def test_a_fork_of_a_fork(parent, tmp_path):
 # ---- what it begins with
 
 
-def test_the_rows_of_later_steps_stay_with_the_parent(parent, tmp_path):
+def test_the_rows_of_the_step_and_of_later_ones_stay_with_the_parent(parent, tmp_path):
+    """A fork makes that of the step itself."""
     folder = fork(parent / STEP_8, tmp_path)
-    assert logged(folder) == logged(parent)[:8]
+    assert logged(folder) == logged(parent)[:7]
+
+
+def test_a_validation_that_the_parent_was_to_make_after_the_step(parent, tmp_path):
+    """The fork makes it, with the weights of the checkpoint. Later ones are worse, since the rate is too high."""
+    folder = fork(parent / STEP_8, tmp_path, "--base_lr 10")
+    call("train.py --resume fork", tmp_path)
+    assert logged(folder)[:8] == logged(parent)[:8]
+    assert summary(folder)["best_step"] == 8
+    best, saved = (torch.load(path, weights_only=True)["model"] for path in (folder / BEST, parent / STEP_8))
+    torch.testing.assert_close(best, saved, atol=0, rtol=0)
 
 
 def test_the_best_value_starts_anew(parent, tmp_path):
     """best.ckpt would be the parent's. So a rate that is too high gives a worse one, in runs.py, too."""
-    folder = fork(parent / STEP_8, tmp_path, "--base_lr 10")
+    folder = fork(parent / STEP_10, tmp_path, "--base_lr 10")
     assert summary(folder)["best"] is None and "best" not in summary(folder)["last"]
     call("train.py --resume fork", tmp_path)
     losses = {int(row["step"]): float(row["val/loss"]) for row in rows_of(folder) if row["val/loss"]}
     assert summary(folder)["best"] == min(losses[12], losses[16], losses[20]) > losses[8]
-    assert (folder / "checkpoints" / "best.ckpt").exists()
+    assert (folder / BEST).exists()
     (row,) = csv.DictReader(call("recipes/runs.py . --format csv", tmp_path).stdout.splitlines())
     assert float(row["best"]) == summary(folder)["best"]
 
@@ -215,8 +228,8 @@ def test_options_that_a_resume_cannot_change(parent, tmp_path):
     folder = fork(parent / STEP_8, tmp_path, f"{options} --monitor val/accuracy --monitor_mode max")
     done = call("train.py --resume fork", tmp_path)
     assert "24 steps = 4 epochs x 6 steps" in done.stdout
-    values = {int(row["step"]): float(row["val/accuracy"]) for row in rows_of(folder)[8:] if row["val/accuracy"]}
-    assert [*values] == [12, 18, 24]
+    values = {int(row["step"]): float(row["val/accuracy"]) for row in rows_of(folder)[7:] if row["val/accuracy"]}
+    assert [*values] == [8, 12, 18, 24]
     assert summary(folder)["best"] == max(values.values())
 
 
@@ -255,7 +268,7 @@ def test_data_of_another_size_fit_if_an_option_of_the_model_or_the_data_changes(
     replace(program, "split", "    order = order[:1400]\n    train, val, test = np.split(")
     fork(parent / STEP_8, tmp_path, "--epochs 6 --base_lr 1e-3")
     refused = start("train.py --resume fork", tmp_path, program)
-    assert "the number of" in refused.communicate()[1] and refused.returncode == 2
+    assert "samples, but had" in refused.communicate()[1] and refused.returncode == 2
     call(f"{FORK} {parent / STEP_8} --out_dir other --dropout 0.1", tmp_path)
     resumed = start("train.py --resume other", tmp_path, program)
     assert "finished after 20 of 20 steps" in resumed.communicate()[0]
