@@ -166,9 +166,10 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
                 values[:] = [values[place] for place in places]
     # One with a state_dict of its own may have no groups in it.
     for group, old in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
+        as_built = AS_BUILT - {"initial_lr"} if "initial_lr" in group else AS_BUILT  # a scheduler of torch has set it
         group.setdefault("initial_lr", group["lr"])
         for name in group.keys() - {"params"}:
-            if name in AS_BUILT or name not in old:  # the latter is new in the code
+            if name in as_built or name not in old:  # the latter is new in the code
                 old[name] = group[name]
     optimizer.load_state_dict(saved)
 

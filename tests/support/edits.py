@@ -6,11 +6,15 @@ import re
 import shutil
 import subprocess
 import textwrap
+from dataclasses import fields
 from pathlib import Path
+
+import config
 
 REPO = Path(__file__).resolve().parents[2]
 
 OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"
+SET_LR = "set_lr(optimizer, schedule(config, plan, step))  # times the rates that the optimizer was built with"
 
 # name: (file, text that stands there once). A text that ends with a newline is a whole line.
 POINTS = {
@@ -39,11 +43,15 @@ POINTS = {
     ),
     "state is built": ("train.py", "    run.prepare(state, plan)\n"),
     "loop begins": ("train.py", "    for step in run.steps():"),
-    "learning rate": ("train.py", "        set_lr(optimizer, schedule(config, plan, step))"),
+    "learning rate": ("train.py", f"        {SET_LR}\n"),
     "backward": ("train.py", 'fabric.backward(values["loss"] / plan.grad_accum_steps)'),
     "micro-batch is done": ("train.py", "                means.add(values)\n"),
     "optimizer steps": ("train.py", "        optimizer.step()\n"),
     "step is done": ("train.py", '        state["step"] = step\n'),
+    "validation": ("train.py", "            results = validate(fabric, config, model, val_loader, metrics)\n"),
+    "row is logged": ("train.py", "            run.log(row)\n"),
+    "step begins": ("train.py", "        optimizer.zero_grad()\n"),
+    "gradients are unscaled": ("train.py", "        unscale_gradients(fabric, optimizer)\n"),
     "run is finished": ("train.py", "    return run.finish()\n"),
     # ---- data.py
     "build_datasets": ("data.py", "def build_datasets("),
@@ -124,18 +132,16 @@ def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
     return program
 
 
-OWN_OPTIONS = "dataset|data_dir|width|dropout"  # of the example, which a user deletes or replaces
+# The options that a user deletes or replaces: the file that defines them, and those that use them, are all edited.
+OF_DATA, OF_OPTIMIZATION = ([each.name for each in fields(group)] for group in (config.Data, config.Optimization))
 
 
-def without_own_options(program: Path) -> Path:
-    """Deletes these options where they are defined, listed and used."""
-    replace(program, "use of dropout", "4)")
-    path = program / "data.py"
-    path.write_text(re.sub(r"    if config.data_dir:\n.*\n", "", path.read_text()))
-    path = program / "config.py"
-    path.write_text(re.sub(rf"^    ({OWN_OPTIONS}): .*\n", "", path.read_text(), flags=re.MULTILINE))
-    used = re.compile(rf"config\.({OWN_OPTIONS})\b|\"({OWN_OPTIONS})\"|^    ({OWN_OPTIONS}):", re.MULTILINE)
-    assert not any(used.search(file.read_text()) for file in program.glob("*.py"))
+def without_own_options(program: Path, names: list[str]) -> Path:
+    """Deletes options where they are defined, and puts their defaults where they are used."""
+    defaults = vars(config.TrainConfig())
+    for path in copy_programs(program).glob("*.py"):
+        text = re.sub(rf"^(?:    #.*\n)*    ({'|'.join(names)}): .*\n", "", path.read_text(), flags=re.MULTILINE)
+        path.write_text(re.sub(rf"\bconfig\.({'|'.join(names)})\b", lambda used: repr(defaults[used[1]]), text))
     return program
 
 

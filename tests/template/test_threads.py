@@ -48,12 +48,10 @@ def test_another_number_of_threads_is_listed(tmp_path):
     assert "--num_threads 2 instead of 1" in printed and threads_of(tmp_path) == 2
 
 
-def test_with_another_number_of_processes_torch_chooses_again(tmp_path):
+def test_with_another_number_of_processes_the_number_of_threads_stays(tmp_path):
     run(f"train.py {SMALL} --max_steps 4 --num_threads 2", tmp_path)
     printed = run(f"train.py --resume auto --max_steps 8 {ON_2}", tmp_path).stdout
-    assert "--num_threads 1 instead of 2, by the number of processes" in printed and threads_of(tmp_path) == 1
-    printed = run("train.py --resume auto --max_steps 12 --devices 1 --strategy auto --num_threads 2", tmp_path).stdout
-    assert "--num_threads 2 instead of 1" in printed and threads_of(tmp_path) == 2
+    assert "2 x cpu, 2 CPU thread(s)" in printed and "num_threads" not in printed and threads_of(tmp_path) == 2
 
 
 def test_the_ranks_take_the_number_of_rank_0_before_the_datasets_are_built(tmp_path, program):
