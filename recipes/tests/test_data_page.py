@@ -69,7 +69,7 @@ def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
     """With the dataset of docs/editing.md as the default, whose folder is not there any more."""
     (diff,) = [diff for diff in diffs("docs/editing.md") if '"mine"' in diff]
     program = edited(diff, tmp_path / "program")
-    with_text(program, "config.py", ('"mine"] = "digits"', '"mine"] = "mine"'))
+    with_text(program, "config.py", ('option("digits"', 'option("mine"'))
     (tmp_path / "mine").mkdir()
     for part, dataset in build_datasets(TrainConfig(), augment=False).items():
         torch.save((dataset.images, dataset.targets), tmp_path / "mine" / f"{part}.pt")
