@@ -75,6 +75,7 @@ class Means:
         named = {} if scores is None else scores
         if not isinstance(named, dict):  # of a single metric
             named = {"metric": named}
+        named = {str(name): value for name, value in named.items()}  # such as the number of a class
         for name in named.keys() & self.sums.keys():
             raise RunError(f"compute_loss and build_metrics both have {name!r}: give one of them another name")
         self.add({name: value for name, value in named.items() if is_scalar(value)})

@@ -37,10 +37,8 @@ torch.serialization.add_safe_globals([Halved])
 
 
 class HalvedMomentum(torch.optim.Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-        for group in self.param_groups:
-            group["lr"] = torch.tensor(0.0)
+    def __init__(self, parameters, lr=1e-3):
+        super().__init__(parameters, {"lr": torch.tensor(lr)})
 
     @torch.no_grad()
     def step(self):

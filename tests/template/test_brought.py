@@ -14,6 +14,7 @@ from helpers import (
     assert_same_training,
     assert_told_by_ranks,
     call,
+    checkpoint,
     ended_and_resumed,
     history,
     killed_and_resumed,
@@ -48,7 +49,7 @@ def test_an_optimizer_whose_state_is_a_tensor_subclass_is_resumed(devices: str, 
     """With the same bits; and its run is evaluated."""
     (copy_programs(program) / "halved.py").write_text(HALVED)
     insert_before(program, "functions", "from halved import HalvedMomentum\n\n")
-    replace(program, "optimizer", "HalvedMomentum(model.parameters())")
+    replace(program, "optimizer", "HalvedMomentum(model.parameters(), plan.peak_lr)")
     _, killed = killed_and_resumed(f"{program}/{LONG} --epochs 30 {devices} --base_lr 0.05", tmp_path, resume=run)
     run(f"{program}/test.py --accelerator cpu", killed)
     assert report(killed)["accuracy"] > 0.8
@@ -56,22 +57,32 @@ def test_an_optimizer_whose_state_is_a_tensor_subclass_is_resumed(devices: str, 
 
 # The layers after the first learn more slowly.
 GROUPS = """[
-    {"params": model.module.layers[0].parameters(), "lr_factor": 1.0},
-    {"params": model.module.layers[1:].parameters(), "lr_factor": 0.1},
+    {"params": model.module.layers[0].parameters()},
+    {"params": model.module.layers[1:].parameters(), "lr": RATE},
 ]"""
 
 
 def test_a_learning_rate_in_a_tensor_is_that_of_its_group(program: Path, tmp_path: Path):
-    """Also with one tensor for all groups, as torch.optim makes of a tensor. It trains as with a number, and is resumed
-    with the same bits."""
+    """It trains as with a number, and is resumed with the same bits."""
     as_number = tmp_path / "number"
     as_number.mkdir()
-    replace(program, "optimizer", f"torch.optim.AdamW({GROUPS}, fused=True)")
+    groups = GROUPS.replace("RATE", "0.1 * plan.peak_lr")
+    replace(program, "optimizer", f"torch.optim.AdamW({groups}, lr=plan.peak_lr, fused=True)")
     call(f"{program}/train.py {FEW} --epochs 4", as_number)
     of_tensor = tmp_path / "program_of_tensor"
-    replace(of_tensor, "optimizer", f"torch.optim.AdamW({GROUPS}, lr=torch.tensor(0.0), fused=True)")
+    groups = GROUPS.replace("RATE", "torch.tensor(0.1 * plan.peak_lr)")
+    replace(of_tensor, "optimizer", f"torch.optim.AdamW({groups}, lr=torch.tensor(plan.peak_lr), fused=True)")
     _, resumed = ended_and_resumed(f"{of_tensor}/train.py {FEW}", tmp_path)
     assert_same_training(resumed, as_number)
+
+
+def test_one_learning_rate_in_a_tensor_for_all_groups_is_that_of_each(program: Path, cwd: Path):
+    """As torch.optim makes of a tensor. In place, it would be multiplied once for each group."""
+    groups = GROUPS.replace(', "lr": RATE', "")
+    replace(program, "optimizer", f"torch.optim.AdamW({groups}, lr=torch.tensor(plan.peak_lr), fused=True)")
+    call(f"{program}/train.py {FEW} --epochs 1", cwd)
+    found = [group["lr"].item() for group in checkpoint(cwd, "step-00000004")["optimizer"]["param_groups"]]
+    assert found == pytest.approx([4e-3 * 4 / 5] * 2)
 
 
 LATE = """
@@ -82,10 +93,12 @@ if step == 5:
 
 def test_a_group_that_is_added_while_the_run_trains_is_refused_at_the_next_save(program: Path, cwd: Path):
     """A resume builds the optimizer without it, and could not restore it."""
-    replace(program, "optimizer", "torch.optim.AdamW(model.module.layers[1:].parameters(), fused=True)")
+    replace(
+        program, "optimizer", "torch.optim.AdamW(model.module.layers[1:].parameters(), lr=plan.peak_lr, fused=True)"
+    )
     insert_after(program, "step is done", LATE)
     error = call(f"{program}/train.py {FEW} --epochs 2", cwd, code=1).stderr
-    assert "state['optimizer'] trains other parameters than at `run.restore()`" in error and "Traceback" not in error
+    assert "state['optimizer'] trains other parameters than before the first step" in error and "Traceback" not in error
     assert sorted(path.name for path in run_dir(cwd).glob("checkpoints/step-*")) == ["step-00000004.ckpt"]
 
 
@@ -93,7 +106,7 @@ def test_a_tensor_subclass_that_torch_is_not_told_of_is_named(program: Path, cwd
     """The import comes after the checkpoint is chosen: so the program cannot read it."""
     (copy_programs(program) / "halved.py").write_text(HALVED)
     insert_before(program, "set up model", "from halved import HalvedMomentum")
-    replace(program, "optimizer", "HalvedMomentum(model.parameters())")
+    replace(program, "optimizer", "HalvedMomentum(model.parameters(), plan.peak_lr)")
     run(f"{program}/train.py {FEW} --epochs 1", cwd)
     error = run(f"{program}/train.py --resume auto --epochs 2", cwd, code=1).stderr
     assert "can be read: test.py --checkpoint last says why; nothing was changed" in error
@@ -120,7 +133,7 @@ def with_bag(program: Path, optimizer: str, sparse: bool = True) -> str:
     """The command that trains a model of one table, each row for a pixel that is on, or off."""
     insert_before(program, "functions", BAG)
     replace(program, "model", f"    return Bag(dataset.num_classes, {sparse})  # ")
-    replace(program, "optimizer", f"torch.optim.{optimizer}(model.parameters())")
+    replace(program, "optimizer", f"torch.optim.{optimizer}(model.parameters(), lr=plan.peak_lr)")
     return f"{program}/train.py {FEW} --epochs 2 --base_lr 0.01"
 
 
@@ -157,7 +170,7 @@ def test_a_tensor_whose_elements_share_memory_is_refused_with_its_name(kind: str
     }[kind]
     insert_before(program, "layers", line)
     error = refused(f"{program}/train.py {SMALL} {devices}", cwd)
-    assert "mask" in error and "more than one element of the written-to tensor" in error
+    assert "elements of mask share their memory, so it cannot be loaded: clone it\n" in error
 
 
 def test_views_of_one_tensor_as_buffers_are_restored(program: Path, tmp_path: Path):
@@ -242,6 +255,7 @@ FROZEN = {
     "bool": "torch.ones(3) > 0",
     "int": "torch.arange(3)",
     "minus infinity": 'torch.full((3,), -float("inf"))',
+    "not a number": 'torch.full((3,), float("nan"))',
     "the least number": "torch.full((3,), torch.finfo(torch.float32).min)",
 }
 
@@ -253,13 +267,6 @@ def test_a_parameter_that_nobody_trains_may_have_any_value(kind: str, program: P
     call(f"{program}/train.py {FEW} --epochs 1", cwd)
     call(f"{program}/train.py --resume auto --epochs 2", cwd)
     assert len(weights(cwd)["mask"]) == 3
-
-
-def test_a_parameter_that_nobody_trains_is_still_not_nan_and_the_same_on_all_ranks(program: Path, cwd: Path):
-    mask = 'torch.full((3,), float("nan"))'
-    insert_before(program, "set up model", f"model.mask = nn.Parameter({mask}, requires_grad=False)")
-    error = call(f"{program}/train.py {SMALL}", cwd, code=1).stderr
-    assert "the weights are not finite after step 4: model.mask (3,)" in error
 
 
 # ---- metrics
@@ -349,7 +356,8 @@ def test_scores_that_have_other_names_on_another_rank_are_refused(program: Path,
     insert_before(program, "build_metrics", NAMED_BY_RANK)
     replace(program, "metrics", '{"accuracy": accuracy, "named": Named()}')
     error = refused(f"{program}/train.py {SMALL} {ON_2} --timeout 60", cwd)
-    names = f"accuracy, both, of_1 on rank 1 ({os.uname().nodename}), accuracy, both, of_0 on rank 0"
+    host = os.uname().nodename
+    names = f"accuracy, both, loss, of_1 on rank 1 ({host}), accuracy, both, loss, of_0 on rank 0"
     words = f"compute_loss and metrics must give the same names on all ranks: names of the values: {names}"
     assert_told_by_ranks(error, words)
 
@@ -427,6 +435,7 @@ class Results({METRIC}):
 
 
 def test_any_result_is_written_as_json(program: Path, cwd: Path):
+    """But for a key that JSON cannot have, such as a tuple."""
     insert_before(program, "build_metrics", RESULTS)
     replace(program, "metrics", '{"accuracy": accuracy, "results": Results()}')
     call(f"{program}/train.py {SMALL} --epochs 1", cwd)
@@ -438,7 +447,7 @@ def test_any_result_is_written_as_json(program: Path, cwd: Path):
         "single": 0.5,
         "flag": 1.0,
         "infinite": None,
-        "nested": {"list": [1, 2.0, [None, "three"]], "4": None, "('a', 1)": True},
+        "nested": {"list": [1, 2.0, [None, "three"]], "4": None},
         "object": "Identity()",
         "7": 8.0,
     }
