@@ -3,8 +3,6 @@
 import random
 import re
 import textwrap
-from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ from config import TrainConfig
 from data import ImageDataset, build_datasets
 from runtime.errors import ConfigError
 from runtime.loader import Loader, SeededBatches, TrainSampler, eval_batches
+from runtime.meters import Timer
 from utils import Plan, make_plan
 
 SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6
@@ -92,28 +91,68 @@ def test_resume_goes_on_with_the_samples_that_are_left(step: int, world_size: in
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_micro_batches_are_numbered_through_all_epochs(world_size: int):
     """By the same numbers in the loader and in the loop, each once."""
-    plan = plan_of(SAMPLES, EFFECTIVE, MICRO, world_size)
-    drawn, counted = [], []
+    drawn, seeded = [], []
     for rank in range(world_size):
         drawn += [number for epoch in range(3) for number, _ in train_sampler(rank, world_size, epoch=epoch)]
+        loader = Loader(FABRIC, range(SAMPLES), train_sampler(rank, world_size), TrainConfig())
+        loader.set_seed = seeded.append
         for step in range(1, 3 * STEPS + 1):
-            counted += [plan.micro_batch_number(step, i, rank) for i in range(plan.grad_accum_steps)]
-    assert drawn == counted and sorted(drawn) == list(range(3 * STEPS * EFFECTIVE // MICRO))
+            steps_of(loader, step, step)
+    assert drawn == seeded and sorted(drawn) == list(range(3 * STEPS * EFFECTIVE // MICRO))
+
+
+def steps_of(loader: Loader, first: int, last: int) -> list:
+    """The micro-batches of these steps, each with whether it is the last of its step."""
+    timer = Timer(torch.device("cpu"), MICRO)
+    return [found for step in range(first, last + 1) for found in loader.micro_batches(step, timer)]
+
+
+@pytest.fixture(params=[0, 1])
+def loader(request) -> Loader:
+    """Of two steps an epoch, each of four micro-batches; with no worker and with one."""
+    sampler = TrainSampler(plan_of(40, 20, 5), range(40), 0, 42)
+    return Loader(FABRIC, Pairs(), sampler, TrainConfig(num_workers=request.param))
+
+
+def order_of_steps(loader: Loader, first: int, last: int) -> list[list[int]]:
+    """The samples that these steps have by the sampler alone."""
+    sampler, found = loader.sampler, []
+    for sampler.step in range(0, last, 2):
+        found += [indices.tolist() for _, indices in sampler]
+    return found[4 * (first - 1) : 4 * last]
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 6])
+def test_a_loader_gives_the_batches_from_any_step_on_without_end(first: int, loader: Loader):
+    found = steps_of(loader, first, 8)
+    assert [targets.tolist() for (_, targets), _ in found] == order_of_steps(loader, first, 8)
+    assert [is_last for _, is_last in found] == [False, False, False, True] * (9 - first)
+
+
+@pytest.mark.parametrize("left", [3, 4])
+def test_a_step_that_takes_less_than_its_micro_batches_leaves_the_next_one_as_it_is(left: int, loader: Loader):
+    """As after a `break` or `continue`, in the middle of an epoch and at its end."""
+    steps_of(loader, 1, left - 1)
+    next(loader.micro_batches(left, Timer(torch.device("cpu"), MICRO)))
+    found = steps_of(loader, left + 1, 6)
+    assert [targets.tolist() for (_, targets), _ in found] == order_of_steps(loader, left + 1, 6)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("first", [0, 1, 2, 5])
-def test_a_loader_gives_the_batches_from_any_step_on_without_end(first: int, num_workers: int):
-    """Two steps an epoch, of four micro-batches each."""
-    with ExitStack() as resources:
-        sampler = TrainSampler(plan_of(40, 20, 5), range(40), 0, 42)
-        config = TrainConfig(num_workers=num_workers)
-        loader = Loader(FABRIC, Pairs(), sampler, config, resources)
-        found = [targets.tolist() for _, targets in islice(loader.epochs_from(first), 4 * (8 - first))]
-        expected = []
-        for sampler.step in range(0, 8, 2):
-            expected += [indices.tolist() for _, indices in sampler]
-    assert found == expected[4 * first :]
+def test_what_is_called_before_each_batch_may_end_the_batches(num_workers: int):
+    """As a signal ends a validation."""
+    calls, found = [], []
+
+    def before_batch():
+        calls.append(len(found))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    config = TrainConfig(num_workers=num_workers)
+    with pytest.raises(KeyboardInterrupt):
+        for batch in Loader(FABRIC, Pairs(), eval_batches(40, 5, FABRIC), config, before_batch):
+            found.append(batch)
+    assert calls == [0, 1, 2] and len(found) == 2
 
 
 def test_a_sampler_draws_from_the_whole_of_its_own_dataset():
@@ -273,15 +312,14 @@ def load(dataset: Dataset, num_workers=0, epochs=(0,), world_size=1, micro=5, se
     """Maps (epoch, target) to the input that the loaders of all ranks give; a target is the sample's number."""
     found, config = {}, TrainConfig(seed=seed, num_workers=num_workers)
     for rank in range(world_size):
-        with ExitStack() as resources:
-            sampler = TrainSampler(plan_of(len(dataset), 20, micro, world_size), dataset, rank, seed)
-            loader = Loader(FABRIC, dataset, sampler, config, resources)
-            for epoch in epochs:
-                sampler.step = epoch * sampler.plan.steps_per_epoch
-                for batch in loader:
-                    inputs, targets = list(batch.values())[:2] if isinstance(batch, dict) else batch
-                    assert len(inputs) == len(targets) == micro
-                    found |= {(epoch, int(t)): x.tolist() for x, t in zip(inputs, targets, strict=True)}
+        sampler = TrainSampler(plan_of(len(dataset), 20, micro, world_size), dataset, rank, seed)
+        loader = Loader(FABRIC, dataset, sampler, config)
+        for epoch in epochs:
+            sampler.step = epoch * sampler.plan.steps_per_epoch
+            for batch in loader:
+                inputs, targets = list(batch.values())[:2] if isinstance(batch, dict) else batch
+                assert len(inputs) == len(targets) == micro
+                found |= {(epoch, int(t)): x.tolist() for x, t in zip(inputs, targets, strict=True)}
     assert len(found) == len(epochs) * len(dataset)
     return found
 
@@ -344,13 +382,12 @@ def test_a_second_loader_over_the_same_dataset_changes_nothing():
     """A validation on the training set in the middle of an epoch, say."""
     dataset, config = pictures(), TrainConfig()
     expected = load(dataset)
-    with ExitStack() as resources:
-        loader = Loader(FABRIC, dataset, TrainSampler(plan_of(40, 20, 5), range(40), 0, 42), config, resources)
-        found = {}
-        for images, targets in loader:
-            other = Loader(FABRIC, dataset, eval_batches(40, 4, FABRIC), config, resources)
-            assert sum(len(targets) for _, targets in other) == 40
-            found |= {(0, int(t)): x.tolist() for x, t in zip(images, targets, strict=True)}
+    loader = Loader(FABRIC, dataset, TrainSampler(plan_of(40, 20, 5), range(40), 0, 42), config)
+    found = {}
+    for images, targets in loader:
+        other = Loader(FABRIC, dataset, eval_batches(40, 4, FABRIC), config)
+        assert sum(len(targets) for _, targets in other) == 40
+        found |= {(0, int(t)): x.tolist() for x, t in zip(images, targets, strict=True)}
     assert found == expected
 
 
@@ -384,9 +421,8 @@ def test_batches_are_what_the_dataset_gives():
 
 def test_loading_leaves_the_global_generator_alone():
     """Opening a loader draws nothing, so that the training does not depend on how often one was opened."""
-    with ExitStack() as resources:
-        loader = Loader(FABRIC, pictures(), eval_batches(40, 5, FABRIC), TrainConfig(num_workers=1), resources)
-        torch.manual_seed(0)
-        before = torch.get_rng_state()
-        assert len(list(loader)) == 8
-        assert torch.equal(torch.get_rng_state(), before)
+    loader = Loader(FABRIC, pictures(), eval_batches(40, 5, FABRIC), TrainConfig(num_workers=1))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert len(list(loader)) == 8
+    assert torch.equal(torch.get_rng_state(), before)

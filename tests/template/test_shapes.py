@@ -11,7 +11,7 @@ FEW = f"train.py {SMALL} --max_steps 8 --checkpoint_interval 2 --logger_name csv
 CHANGES = {
     "a buffer that is None at first": (
         'model.module.register_buffer("average", None)',
-        "model.module.average = lr * torch.ones(3)",
+        "model.module.average = torch.full((3,), step)",
         "model.average (3,)",
     ),
     "a buffer that grows": (
