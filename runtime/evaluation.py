@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from simple_parsing import replace
 
 from runtime import cli
 from runtime.checkpoints import checkpoints_of, is_whole, load
@@ -119,7 +120,8 @@ def run_test(test: Callable, build_datasets: Callable, config: Any, train_class:
         config = replace(config, num_threads=trained.num_threads)
     # What belongs to a machine is that of this one, where it is given.
     own = {name: value for name, value in marked(config, "per_host").items() if value != ""}
-    trained = replace(trained, **{name: own[name] for name in own.keys() & values_of(trained).keys()})
+    own["timeout"] = config.timeout
+    trained = replace(trained, {name: own[name] for name in own.keys() & values_of(trained).keys()})
     fabric = build_fabric(config)
 
     def start(config, resources: ExitStack) -> int:

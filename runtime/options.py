@@ -36,7 +36,8 @@ def option(
 
     Args:
         default: Its default value.
-        above, at_least, below: Its bounds. Without them it may have any value of its type.
+        above, at_least, below: Its bounds, or those of each item of a tuple. Without them it may have any value of its
+            type.
         fixed: Whether a resume cannot change it: the saved state, the best value or the position within the epoch
             would be those of something else.
         per_host: Whether it may differ between the machines of a run.
@@ -93,9 +94,10 @@ def check(config: Any):
         choices = choices_of(option.type)
         if choices and not set(choices).issuperset(items):
             found.append(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
+        numbers = [item for item in items if item is not None]
         for bound, holds in BOUNDS.items():
             limit = option.metadata.get(bound)
-            if limit is not None and not (holds(value, limit) and value < inf):
+            if limit is not None and not all(holds(number, limit) and number < inf for number in numbers):
                 found.append(f"--{name} {value}: must be {bound.replace('_', ' ')} {limit}")
     if "://" in config.root_dir:
         found.append(f"--root_dir {config.root_dir}: must be a directory, not a URL")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from simple_parsing.utils import flatten_join
 
 from runtime.errors import ConfigError
 from runtime.files import as_run_error
@@ -69,7 +70,7 @@ def check_ranks(config, found: dict):
     """Raises ConfigError if a rank has other source files or options than rank 0, or has found something else."""
     checksums = {f"checksum of {name}": checksum for name, checksum in SOURCES.items()}
     own = marked(config, "per_host")
-    options = {f"--{name}": value for name, value in asdict(config).items() if name not in own}
+    options = {f"--{name}": value for name, value in flatten_join(asdict(config)).items() if name not in own}
     other = difference(checksums | options | found)
     if other:
         raise ConfigError(
