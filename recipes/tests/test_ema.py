@@ -37,7 +37,7 @@ def test_the_averaged_weights_are_better_and_are_tested(program: Path, tmp_path:
     printed = call(f"{program}/train.py {options}", tmp_path).stdout
     values = ["val/loss", "val/accuracy", "val/raw_loss", "val/raw_accuracy"]
     assert values in [line.split()[3:7] for line in printed.splitlines()]
-    assert "\nmodel, 58,314 parameters; raw_model, 58,314\n" in printed
+    assert "\nmodel, 58,314 parameters; raw_model, 58,314 parameters\n" in printed
     assert last_summary(tmp_path)["parameters"] == 58314
     last = [{name: float(row[name]) for name in values} for row in history(tmp_path)[-5:]]
     means = {name: sum(row[name] for row in last) / len(last) for name in values}

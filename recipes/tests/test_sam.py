@@ -29,7 +29,7 @@ def test_steps_along_the_gradient_of_the_perturbed_weights(tmp_path: Path):
     """Of the loss |w|²/2 the gradient is w, there w + rho w/|w|. With plain SGD, |w| falls by lr (|w| + rho)."""
     program = with_recipe("sam", tmp_path / "program")
     replace(program, "values", '{"loss": sum(p.square().sum() for p in model.parameters()) / 2 + 0 * logits.sum()}')
-    replace(program, "optimizer", "torch.optim.SGD(model.parameters())")
+    replace(program, "optimizer", "torch.optim.SGD(model.parameters(), lr=plan.peak_lr)")
     options = f"--max_steps 3 --checkpoint_interval 1 --base_lr {LR} --lr_schedule constant --warmup_epochs 0"
     options = f"{LONG.partition(' --lr_schedule')[0]} {options} --rho {RHO} --monitor val/loss --monitor_mode min"
     call(f"{program}/{options}", tmp_path)
