@@ -102,9 +102,9 @@ def test_of_a_sample_that_was_drawn_several_times_the_highest_loss_counts(progra
     losses = sample_losses(program, 5, pressure=100)
     losses.before = torch.arange(5.0)
     losses.indices = torch.tensor([3, 0, 3, 4])
-    plan = SimpleNamespace(micro_batch_size=2, steps_per_epoch=2, effective_batch_size=2)
-    losses.add(plan, 2, torch.tensor([9.0, 0.5]))  # the first micro-batch of the second epoch
-    losses.add(plan, 3, torch.tensor([7.0, 6.0]))
+    plan = SimpleNamespace(micro_batch_size=2, steps_per_epoch=2, effective_batch_size=2, world_size=1)
+    losses.add(plan, 3, 0, torch.tensor([9.0, 0.5]))  # the first micro-batch of the second epoch
+    losses.add(plan, 4, 0, torch.tensor([7.0, 6.0]))
     assert losses.before.tolist() == [0, 1, 2, 3, 4]  # until the epoch ends
     losses.end_epoch()
     assert losses.before.tolist() == [0.5, 1, 2, 9, 6]

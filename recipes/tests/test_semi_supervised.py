@@ -2,8 +2,6 @@
 
 import importlib
 import shutil
-from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +23,8 @@ from helpers import (
     with_recipe,
 )
 from lightning.fabric import Fabric
+
+from runtime.meters import Timer
 
 pytestmark = pytest.mark.recipes
 # 48 steps. An epoch of the labelled images has 8 of them, one of the unlabelled images 43. So early a model is certain
@@ -109,14 +109,20 @@ def test_the_labelled_images_follow_from_the_seed(program: Path, monkeypatch: py
 # ---- the second stream
 
 
-def streams(fixmatch: ModuleType, dataset, resources: ExitStack, **options):
+def streams(fixmatch: ModuleType, dataset, **options) -> tuple:
     """Both streams, over the same dataset. The second has three times as many samples in a micro-batch."""
     config = fixmatch.TrainConfig(effective_batch_size=8, micro_batch_size=4, unlabelled_ratio=3, **options)
     fabric = Fabric(accelerator="cpu", devices=1)
     plan = fixmatch.make_plan(config, len(dataset), 0, 1, 0)
     sampler = fixmatch.TrainSampler(plan, dataset, 0, config.seed)
-    first = fixmatch.Loader(fabric, dataset, sampler, config, resources)
-    return first, fixmatch.second_stream(fabric, config, plan, dataset, resources)
+    first = fixmatch.Loader(fabric, dataset, sampler, config)
+    return first, fixmatch.second_stream(fabric, config, plan, dataset)
+
+
+def batches_of(loader, first: int, last: int) -> list:
+    """The micro-batches of these steps, two of each."""
+    timer = Timer(torch.device("cpu"), 1)
+    return [batch for step in range(first, last + 1) for batch, _ in loader.micro_batches(step, timer)]
 
 
 class Noise(torch.utils.data.Dataset):
@@ -130,10 +136,7 @@ class Noise(torch.utils.data.Dataset):
 
 
 def test_the_streams_draw_different_samples_and_random_numbers(fixmatch: ModuleType):
-    with ExitStack() as resources:
-        first, second = streams(fixmatch, Noise(), resources)
-        ours = list(islice(first.epochs_from(0), 40))
-        theirs = list(islice(second.epochs_from(0), 40))
+    ours, theirs = (batches_of(loader, 1, 20) for loader in streams(fixmatch, Noise()))
     assert {len(indices) for indices, _ in ours} == {4} and {len(indices) for indices, _ in theirs} == {12}
     assert ours[0][0].tolist() != theirs[0][0][:4].tolist()
     drawn = [{value for _, noise in batches for value in noise.tolist()} for batches in (ours, theirs)]
@@ -142,10 +145,10 @@ def test_the_streams_draw_different_samples_and_random_numbers(fixmatch: ModuleT
 
 def test_the_second_stream_has_epochs_of_its_own(fixmatch: ModuleType):
     """Of 100 samples, 24 in a step: 4 steps, in which each comes at most once. A resume goes on in the middle."""
-    with ExitStack() as resources:
-        _, second = streams(fixmatch, Noise(), resources, limit_train_batches=2)
-        whole = [indices.tolist() for indices, _ in islice(second.epochs_from(0), 24)]
-        resumed = [indices.tolist() for indices, _ in islice(second.epochs_from(6), 12)]
+    _, second = streams(fixmatch, Noise(), limit_train_batches=2)
+    whole = [indices.tolist() for indices, _ in batches_of(second, 1, 12)]
+    _, second = streams(fixmatch, Noise(), limit_train_batches=2)
+    resumed = [indices.tolist() for indices, _ in batches_of(second, 7, 12)]
     epochs = [sum(whole[first : first + 8], []) for first in (0, 8, 16)]
     assert [len(set(epoch)) for epoch in epochs] == [96, 96, 96] and epochs[0] != epochs[1]
     assert set(sum(epochs, [])) == set(range(100))
@@ -191,7 +194,7 @@ def test_a_resume_cannot_change_the_ratio(program: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     "images, code, told",
     [
-        ("images[train[1:]], targets[train[1:]]", 2, "the number of unlabelled samples is 1216, but was 1217"),
+        ("images[train[1:]], targets[train[1:]]", 2, "unlabelled has 1216 samples, but had 1217"),
         ("-images[train], targets[train]", 0, "the unlabelled samples have changed"),
     ],
 )
