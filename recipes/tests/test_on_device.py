@@ -1,7 +1,6 @@
 """The recipe on_device: samples that live on the device. Here that is the CPU; test_gpu.py has what needs a GPU."""
 
 import zlib
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -24,6 +23,7 @@ from torch.utils.data import Subset
 
 from config import TrainConfig
 from runtime.errors import ConfigError
+from runtime.launch import end_workers
 from runtime.loader import seeder
 
 META = torch.device("meta")  # a device that every machine has
@@ -48,7 +48,7 @@ def make_loader(program: Path):
     def loader(dataset, device: torch.device, num_workers: int = 0):
         fabric = SimpleNamespace(device=device, to_device=lambda tensor: tensor.to(device), world_size=1, global_rank=0)
         batches = module.eval_batches(8, 4, fabric)
-        return module.Loader(fabric, dataset, batches, TrainConfig(num_workers=num_workers), ExitStack())
+        return module.Loader(fabric, dataset, batches, TrainConfig(num_workers=num_workers))
 
     return loader
 
@@ -126,7 +126,7 @@ def test_the_generators_of_the_device_are_seeded_for_each_batch(data: ModuleType
     set_seed = seeder("cuda", "data", TrainConfig.seed)
     dataset = data.build_datasets(TrainConfig())["train"]
     batches = make_loader(dataset, torch.device("cpu"))
-    batches.seed_generators = set_seed
+    batches.dataset.set_seed = set_seed
     list(batches)
     base = zlib.crc32(f"data {TrainConfig.seed}".encode())
     assert seeded == [base, base + 4]  # a batch of an evaluation has the number of its first sample
@@ -138,7 +138,7 @@ def test_workers_are_refused_but_not_for_a_dataset_that_stays_on_the_host(data: 
         make_loader(dataset, torch.device("cpu"), num_workers=1)
     host = make_loader(Subset(dataset, range(100)), torch.device("cpu"), num_workers=1)
     assert [len(targets) for _, targets in host] == [4, 4]
-    host.end_workers()
+    end_workers(set())
 
 
 # ---- runs

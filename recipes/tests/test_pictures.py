@@ -24,6 +24,7 @@ from PIL import Image
 
 from config import TrainConfig
 from data import build_datasets
+from runtime.evaluation import EvalRun
 from runtime.loader import SeededBatches, TrainSampler
 from utils import make_plan
 
@@ -144,7 +145,7 @@ def test_without_a_mistake_or_classes_there_is_no_picture(predictions, why: str,
     config = SimpleNamespace(out_dir=tmp_path, split="test", predictions=True)
     fabric = SimpleNamespace(is_global_zero=True)
     dataset = build_datasets(TrainConfig())["test"]
-    pictures.write_wrong(SimpleNamespace(config=config, fabric=fabric, path=Path("best.ckpt"), dataset=dataset))
+    pictures.write_wrong(EvalRun(fabric, config, TrainConfig(), Path("best.ckpt"), {}, dataset))
     assert capsys.readouterr().out == f"no wrong_test_best.png: {why}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["predictions_test_best.pt"]
 
