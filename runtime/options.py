@@ -77,8 +77,8 @@ def values_of(config: Any) -> dict:
 
 def marked(config: Any, mark: str) -> dict:
     """The values of the options that have a mark, `fixed` or `per_host`."""
-    options = fields_of(config)
-    return {name: value for name, value in values_of(config).items() if options[name].metadata.get(mark)}
+    values = values_of(config)
+    return {name: values.get(name) for name, option in fields_of(config).items() if option.metadata.get(mark)}
 
 
 # ---- checks

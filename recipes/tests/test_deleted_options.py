@@ -1,11 +1,11 @@
-"""The scripts work without the options that are a user's own: dataset, data_dir, width and dropout are deleted."""
+"""The scripts work without the options of the example's data and model, which a user deletes."""
 
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from edits import OWN_OPTIONS, without_own_options
+from edits import OF_DATA, without_own_options
 from helpers import RECIPES, SMALL, run, run_dir, run_forked_sweep
 
 pytestmark = pytest.mark.recipes
@@ -14,7 +14,7 @@ OPTIONS = SMALL.replace("--width 4 ", "")
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    program = without_own_options(tmp_path_factory.mktemp("program"))
+    program = without_own_options(tmp_path_factory.mktemp("program"), OF_DATA)
     shutil.copytree(RECIPES, program / "recipes", ignore=shutil.ignore_patterns("*.patch", "tests"))
     return program
 
@@ -41,7 +41,7 @@ def test_a_fork_and_a_step_that_is_looked_at(program, trained):
 )
 def test_the_table_of_runs(options: str, program, trained):
     printed = run(f"{program}/recipes/runs.py . {options}", trained).stdout
-    assert ("0.002" in printed or "two" in printed) and not any(name in printed for name in OWN_OPTIONS.split("|"))
+    assert ("0.002" in printed or "two" in printed) and not any(name in printed for name in OF_DATA)
 
 
 def test_what_a_classifier_confuses(program, trained):

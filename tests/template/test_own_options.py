@@ -2,17 +2,24 @@
 given comes back from config.yaml; a type for which that is not so is refused before the first step."""
 
 import re
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
-from edits import OWN_OPTIONS, insert_before, with_text, without_own_options
+from edits import OF_DATA, OF_OPTIMIZATION, insert_before, with_text, without_own_options
 from helpers import LONG, ON_2, REPO, SMALL, call, copied, history, killed_and_resumed, last_summary, run, run_dir
+
+import config
+from runtime import ranks
+from runtime.cli import parse_train, to_yaml
+from runtime.errors import ConfigError
+from runtime.options import check, non_negative, option, positive
 
 NESTED = '''@dataclass(frozen=True)
 class DecayConfig:
-    factor: float = 0.1  # Factor of a decay
+    factor: float = non_negative(0.1)  # Factor of a decay
     layers: tuple[str, ...] = ("first", "last")  # Layers that decay
 
 
@@ -52,11 +59,14 @@ WRITTEN = {
 }
 
 
-def with_fields(program: Path, fields: str, classes: str = "", imports: str = "from pathlib import Path\n") -> Path:
+IMPORTS = "from dataclasses import field\nfrom pathlib import Path\n"
+
+
+def with_fields(program: Path, fields: str, classes: str = "", imports: str = IMPORTS) -> Path:
     """The programs with more options in the group of data and model."""
     insert_before(program, "options", fields)
     group = "@dataclass(frozen=True)\nclass Data:"
-    typing = "from typing import Any, Literal\n"
+    typing = "from typing import Literal\n"
     return with_text(program, "config.py", (group, f"{classes}\n\n{group}"), (typing, imports + typing))
 
 
@@ -77,30 +87,109 @@ def written(cwd: Path) -> dict:
     return {name: options[name] for name in WRITTEN}
 
 
-def test_the_home_directory_stands_for_itself_in_a_nested_path_too(tmp_path, monkeypatch):
-    """Of an option whose name ends in `_dir`."""
+def test_a_nested_path_is_that_of_the_machine(tmp_path, monkeypatch):
+    """Its `~` is the home directory, as of each option whose name ends in `_dir`. In test.py it is another one, where
+    that has the option, too."""
     monkeypatch.setenv("HOME", "/home/me")
     field = "    paths: PathsConfig = PathsConfig()"
-    nested = '@dataclass(frozen=True)\nclass PathsConfig:\n    weights_dir: str = ""'
+    nested = '@dataclass(frozen=True)\nclass PathsConfig:\n    weights_dir: str = option("", per_host=True)'
     program = with_fields(tmp_path / "program", field, nested)
+    group = '    """Evaluation"""\n'
+    with_text(program, "config.py", (group, f"{group}\n{field}"))
+    insert_before(program, "digits", 'print("weights of", config.paths.weights_dir)')
     call(f"{program}/train.py {SMALL} --max_steps 1 --paths.weights_dir ~/weights", tmp_path)
     options = yaml.safe_load((run_dir(tmp_path) / "config.yaml").read_text())
     assert options["paths"]["weights_dir"] == "/home/me/weights"
+    for words, path in (("", "/home/me/weights"), ("--paths.weights_dir ~/other", "/home/me/other")):
+        assert f"weights of {path}\n" in call(f"{program}/test.py --accelerator cpu {words}", tmp_path).stdout
 
 
-def test_options_that_are_gone_are_named_and_stay_in_config_yaml(program, tmp_path):
-    """So the value of an option that was renamed is not lost. It holds again once the option is back."""
+def test_options_that_are_gone_are_named_with_their_values(program, tmp_path):
+    """Which a later resume has no more."""
     call(f"{program}/train.py {SMALL} --max_steps 2 {OTHERS}", tmp_path)
-    for steps in (3, 4):
-        printed = call(f"train.py --resume train_out --max_steps {steps}", tmp_path).stdout
-        assert "options that are gone from the code are ignored: optim.momentum 0.5, optim.nesterov true, " in printed
-        assert (run_dir(tmp_path) / "config.yaml").read_text().count("momentum") == 1
-    printed = call(f"{program}/train.py --resume train_out --max_steps 5", tmp_path).stdout
-    assert "gone" not in printed and "optim" not in printed
-    assert written(tmp_path) == WRITTEN
+    printed = call("train.py --resume train_out --max_steps 3", tmp_path).stdout
+    for gone in ("--optim.momentum 0.5", "--optim.nesterov true", "--sizes ['4', '5', '6']"):
+        assert f"{gone}: this option is gone from the code, and ignored\n" in printed
+    assert "optim" not in (run_dir(tmp_path) / "config.yaml").read_text()
+    printed = call(f"{program}/train.py --resume train_out --max_steps 4", tmp_path).stdout
+    assert "--optim.momentum 0.8: this option is new in the code\n" in printed
 
 
-# ---- the template's own options have bounds, and others have none
+# ---- bounds, and what a resume and the other machines must have the same
+
+
+@dataclass(frozen=True)
+class Decay:
+    factor: float = option(0.1, at_least=0, below=1, fixed=True)
+    cache_dir: str = option("", per_host=True)
+    kind: Literal["step", "linear"] = "step"
+
+
+@dataclass(frozen=True)
+class Own:
+    """Own"""
+
+    decay: Decay = Decay()
+    rate: float = positive(1.0)
+    shift: float = 0.0
+    sizes: tuple[int, ...] = positive((1, 2))
+    clip: float | None = non_negative(None)
+
+
+@dataclass(frozen=True)
+class OwnConfig(Own, config.Run):
+    def __post_init__(self):
+        check(self)
+
+
+@pytest.mark.parametrize(
+    "words, messages",
+    [
+        ("--rate 1e-9 --shift -5 --decay.factor 0 --sizes 3 --clip 0", []),
+        ("--clip", []),  # None
+        ("--rate 0", ["--rate 0.0: must be above 0"]),
+        ("--rate inf", ["--rate inf: must be above 0"]),
+        ("--decay.factor -0.1", ["--decay.factor -0.1: must be at least 0"]),
+        ("--decay.factor 1", ["--decay.factor 1.0: must be below 1"]),
+        ("--sizes 1 0 2", ["--sizes [1, 0, 2]: must be above 0"]),
+        ("--clip -1 --rate -1", ["--clip -1.0: must be at least 0", "--rate -1.0: must be above 0"]),
+    ],
+)
+def test_an_option_has_the_bounds_that_stand_beside_it(words: str, messages: list[str]):
+    if not messages:
+        parse_train(OwnConfig, words.split())
+        return
+    with pytest.raises(ConfigError) as error:
+        parse_train(OwnConfig, words.split())
+    assert sorted(str(error.value).split("; ")) == messages
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"decay": Decay(factor=1.5)}, "--decay.factor 1.5: must be below 1"),
+        ({"decay": Decay(kind="cosine")}, "--decay.kind cosine: choose from step, linear"),
+    ],
+)
+def test_so_has_one_of_a_config_that_is_made_in_python(changes: dict, message: str):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        OwnConfig(**changes)
+
+
+def test_a_nested_option_that_is_fixed_cannot_be_changed_by_a_resume(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(OwnConfig()))
+    resume = ["--resume", str(tmp_path)]
+    assert parse_train(OwnConfig, [*resume, "--decay.kind", "linear"]).decay == Decay(kind="linear")
+    with pytest.raises(ConfigError, match="^--decay.factor 0.5: a resume cannot change it; .* was trained with 0.1$"):
+        parse_train(OwnConfig, [*resume, "--decay.factor", "0.5"])
+
+
+def test_a_nested_option_that_is_per_host_may_differ_between_machines(monkeypatch):
+    compared = {}
+    monkeypatch.setattr(ranks, "difference", compared.update)
+    ranks.check_ranks(OwnConfig(), {})
+    options = {name for name in compared if name.startswith("--decay")}
+    assert options == {"--decay.factor", "--decay.kind"}
 
 
 @pytest.mark.parametrize("default", ["0.1", "0.0", "-0.5"])
@@ -131,7 +220,7 @@ def test_a_list_may_have_negative_numbers_with_an_exponent(source: str, tmp_path
         assert "shifts -1e-05 0.5 -2e+300 -3.0\n" in printed
 
 
-IMPORTS = """
+IMPORTS_ALL = """
 import importlib, pathlib, sys
 for name in SIX:
     sys.modules[name] = None  # an import raises ImportError
@@ -146,35 +235,49 @@ print("imported", *sorted(names))
 def test_what_nobody_edits_imports_no_file_that_users_edit(tmp_path: Path):
     six = ("train", "test", "config", "model", "data", "utils")
     assert {path.stem for path in REPO.glob("*.py")} == {*six}
-    (tmp_path / "imports.py").write_text(f"SIX = {six!r}\nROOT = {str(REPO)!r}\n{IMPORTS}")
+    (tmp_path / "imports.py").write_text(f"SIX = {six!r}\nROOT = {str(REPO)!r}\n{IMPORTS_ALL}")
     names = sorted(path.stem for path in REPO.glob("runtime/*.py"))
     assert run(f"{tmp_path}/imports.py", tmp_path).stdout == f"imported {' '.join(names)}\n"
     for path in REPO.glob("runtime/*.py"):  # in functions, too
         assert not re.search(rf"^ *(import|from) ({'|'.join(six)})\b", path.read_text(), re.MULTILINE), path.name
 
 
+OWN = [*OF_DATA, *OF_OPTIMIZATION]
+
+
+def test_what_nobody_edits_names_no_option_of_data_or_optimization():
+    """So a user may delete and rename them."""
+    named = re.compile(rf"config\.({'|'.join(OWN)})\b|--({'|'.join(OWN)})\b|[\"']({'|'.join(OWN)})[\"']")
+    assert {"dropout", "max_grad_norm"} < {*OWN} and named.search((REPO / "train.py").read_text())
+    assert [path.name for path in REPO.glob("runtime/*.py") if named.search(path.read_text())] == []
+
+
 @pytest.fixture(scope="module")
 def without_own(tmp_path_factory) -> Path:
-    return without_own_options(tmp_path_factory.mktemp("without"))
+    return without_own_options(tmp_path_factory.mktemp("without"), OWN)
+
+
+def without_words(command: str) -> str:
+    """The command without own options and their values."""
+    return re.sub(rf" --({'|'.join(OWN)}) \S+", "", command)
 
 
 def test_all_own_options_can_be_deleted(without_own, cwd):
-    """Nothing that nobody edits names one: a run without them trains, is resumed and evaluated."""
-    options = SMALL.replace("--width 4 ", "")
+    """A run without them trains, finds itself finished when it is resumed, and is evaluated."""
     for script in ("train.py", "test.py"):
-        assert not re.search(rf"--({OWN_OPTIONS})\b", call(f"{without_own}/{script} --help", cwd).stdout)
-    for name in OWN_OPTIONS.split("|"):
+        assert not re.search(rf"--({'|'.join(OWN)})\b", call(f"{without_own}/{script} --help", cwd).stdout)
+    for name in OWN:
         assert f"unknown option --{name}" in call(f"{without_own}/train.py --{name} 1", cwd, code=2).stderr
-    call(f"{without_own}/train.py {options} --epochs 1", cwd)
-    config = run_dir(cwd) / "config.yaml"
-    assert not re.search(rf"^({OWN_OPTIONS}):", config.read_text(), re.MULTILINE)
-    assert "finished after 8 of 8 steps" in call(f"{without_own}/train.py --resume auto --epochs 2", cwd).stdout
+    command = without_words(f"{without_own}/train.py {SMALL}")
+    call(command, cwd)
+    assert not {*yaml.safe_load((run_dir(cwd) / "config.yaml").read_text())} & {*OWN}
+    assert "finished after 80 of 80 steps" in call(f"{without_own}/train.py --resume auto", cwd).stdout
     assert "accuracy" in call(f"{without_own}/test.py --predictions", cwd).stdout
-    call(f"{without_own}/train.py {options} --fast_run", cwd)
+    call(f"{command} --fast_run", cwd)
 
 
 def test_a_run_without_own_options_is_exact_after_a_kill(without_own, tmp_path):
-    killed_and_resumed(f"{without_own}/{LONG.replace('--width 4 ', '')}", tmp_path)
+    killed_and_resumed(without_words(f"{without_own}/{LONG}"), tmp_path)
 
 
 def test_the_default_of_what_is_best_is_replaced_as_a_pair(tmp_path: Path):
@@ -226,34 +329,12 @@ def test_the_later_layer_wins_for_each_option_of_its_own(program, tmp_path):
     assert (optim["momentum"], optim["name"], optim["decay"]["factor"]) == (0.2, "adamw", 0.3)
 
 
-def test_an_option_whose_default_is_none_is_none_again_by_null_or_without_a_value(program, tmp_path):
-    """Whatever an earlier file gives."""
-    (tmp_path / "a.yaml").write_text("optim: {clip: 2, name: sgd}\ncache: x\n")
-    (tmp_path / "b.yaml").write_text("optim: {clip: null, name: null}\ncache: ~\n")
-    for name, options in (("bare", "a.yaml --optim.clip --optim.name adamw --cache"), ("null", "a.yaml b.yaml")):
-        call(f"{program}/train.py {SMALL} --max_steps 1 --out_dir {name} --config_path {options}", tmp_path)
-        found = yaml.safe_load((run_dir(tmp_path, name) / "config.yaml").read_text())
-        assert (found["optim"]["clip"], found["optim"]["name"], found["cache"]) == (None, "adamw", None), name
-
-
-AT_LEAST_0 = 'AT_LEAST_0 = [\n    "seed",'
-
-
-def test_an_option_of_a_nested_dataclass_has_a_bound(program, tmp_path):
-    copy = Path(shutil.copytree(program, tmp_path / "bounded"))
-    with_text(copy, "config.py", (AT_LEAST_0, f'{AT_LEAST_0}\n    "optim.decay.factor",'))
-    error = call(f"{copy}/train.py --optim.decay.factor -0.1", tmp_path, code=2).stderr
-    assert error == "train.py: error: --optim.decay.factor -0.1: must be at least 0\n"
-
-
-@pytest.mark.parametrize(
-    "listed", [(AT_LEAST_0, f'{AT_LEAST_0}\n    "droput",'), ('        "width",\n', '        "droput",\n')]
-)
-def test_a_name_in_a_list_that_is_no_option_is_refused_at_the_start(listed, program, tmp_path):
-    copy = Path(shutil.copytree(program, tmp_path / "mistyped"))
-    with_text(copy, "config.py", listed)
-    error = call(f"{copy}/train.py", tmp_path, code=2).stderr
-    assert error == "train.py: error: droput: is in a list of config.py, but is no option\n"
+def test_an_option_whose_default_is_none_is_none_again_without_a_value(program, tmp_path):
+    """Whatever a file gives."""
+    (tmp_path / "a.yaml").write_text("optim: {clip: 2}\ncache: x\n")
+    options = "--config_path a.yaml --optim.clip --cache"
+    call(f"{program}/train.py {SMALL} --max_steps 1 {options}", tmp_path)
+    assert (written(tmp_path)["optim"]["clip"], written(tmp_path)["cache"]) == (None, None)
 
 
 def test_what_is_not_given_keeps_the_default_of_the_field_not_of_the_nested_class(program, tmp_path):
@@ -297,6 +378,7 @@ def test_the_help_documents_nested_options(program, tmp_path):
         ("--optim.momentum fast", "--optim.momentum: invalid float value: 'fast'"),
         ("--optim.momentum", "argument --optim.momentum: expected one argument"),
         ("--optim.name adam", "--optim.name: invalid choice: 'adam' (choose from "),
+        ("--optim.decay.factor -0.1", "error: --optim.decay.factor -0.1: must be at least 0\n"),
         ("--config_path bad.yaml", "--config_path bad.yaml: unknown option --optim.speed"),
     ],
 )
@@ -337,7 +419,7 @@ def test_the_members_of_an_enum_may_be_choices(tmp_path):
 )
 def test_an_option_that_would_not_come_back_is_refused_before_anything_is_written(fields: str, option: str, tmp_path):
     options = "--rate" if "rate" in fields else ""  # without a value it is None
-    program = with_fields(tmp_path / "program", fields, imports="from datetime import date\n")
+    program = with_fields(tmp_path / "program", fields, imports=f"from datetime import date\n{IMPORTS}")
     error = call(f"{program}/train.py {SMALL} {options}", tmp_path, code=2).stderr
     assert error.startswith("train.py: error: an option cannot be kept in config.yaml: ") and error.count("\n") == 1
     assert option in error
