@@ -44,6 +44,13 @@ def check_state(state: dict):
         raise RunError("build_model: the model is in evaluation mode: return model.train()")
 
 
+def check_order(state: dict):
+    """Raises RunError if a rank has the weights in another order than rank 0: DDP knows them by it."""
+    other = difference({f"tensor {number} of `state`": name for number, name in enumerate(named_tensors(state))})
+    if other:
+        raise RunError(f"{other}; all ranks need the same order: was the model made in that of a set?")
+
+
 def check_module(module: nn.Module, name: str):
     """Raises RunError for a module that could not load what it saves."""
     for key, tensor in module.state_dict().items():

@@ -152,15 +152,15 @@ def checksum(value: Any) -> int:
 
 
 def fingerprint(dataset: Any) -> int | None:
-    """The checksum of eight evenly spaced samples, each fetched alone and with a seed of its own: another one if they
-    have changed in content, labels or augmentation. None if that cannot be told: a sample cannot be fetched alone, or
-    has no checksum, or the dataset has an `order` of its own, on which its samples may depend, or an attribute
-    `fingerprint` that is None."""
+    """The checksum of eight evenly spaced samples, or of all if these are fewer, each fetched alone and with a seed of
+    its own: another one if they have changed in content, labels or augmentation. None if that cannot be told: a sample
+    cannot be fetched alone, or has no checksum, or the dataset has an `order` of its own, on which its samples may
+    depend, or an attribute `fingerprint` that is None."""
     if hasattr(dataset, "order") or getattr(dataset, "fingerprint", "") is None:
         return None
     samples = SeededBatches(copy(dataset), 0)  # a copy: what a dataset opens when it is used stays closed in it
     with suppress(Exception):  # whatever a dataset raises, the first validation or step raises again
-        numbers = np.linspace(0, len(dataset) - 1, 8, dtype=int)
+        numbers = np.linspace(0, len(dataset) - 1, min(8, len(dataset)), dtype=int)
         return checksum([samples[int(number), np.array([number])] for number in numbers])
     return None
 

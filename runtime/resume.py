@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.optim import Optimizer
 
 from runtime.checkpoints import AS_BUILT, FORMAT, is_plain, load, with_tensors
 from runtime.cli import read_yaml, to_yaml
@@ -131,7 +133,10 @@ def restored(fabric: Fabric, current: Any, value: Any) -> Any:
     if are_tensors and (current.shape, current.dtype) == (value.shape, value.dtype):
         current.data.copy_(value)  # in place: the loop or a dataset may have a view of it
         return current
-    value = with_tensors(fabric.to_device, value)
+    tensors: list = []
+    apply_to_collection(current, Tensor, tensors.append)
+    if not tensors or any(tensor.device.type == fabric.device.type for tensor in tensors):
+        value = with_tensors(fabric.to_device, value)  # else it was built on the CPU, and stays there
     if not hasattr(current, "state_dict"):
         return value
     if value != {}:  # saved without a gradient scaler; GradScaler does not accept it
@@ -151,9 +156,14 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
         then: Its groups in the process that has saved the checkpoint.
 
     Raises:
-        ValueError: It trains other parameters, or in other groups, or is of another class, or has other settings.
+        ValueError: It trains other parameters, or in other groups, or is of another class, or has other settings. Or it
+            has a state_dict of its own, which may have lists in the order of the parameters, and they have another one.
     """
     order = order_of(built, then)
+    now, before = ([group["parameters"] for group in groups] for groups in (built, then))
+    is_own = type(getattr(optimizer, "optimizer", optimizer)).state_dict is not Optimizer.state_dict
+    if is_own and now != before:
+        raise ValueError("an optimizer with a state_dict of its own has its parameters in another order")
     built[:] = [built[number] for number in order]
     optimizer.param_groups[:] = [optimizer.param_groups[number] for number in order]
     for group, now, old in zip(optimizer.param_groups, built, then, strict=True):

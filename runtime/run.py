@@ -21,6 +21,7 @@ from runtime.checks import (
     check_gradients,
     check_loggers,
     check_monitor,
+    check_order,
     check_state,
     check_value,
     check_values,
@@ -120,9 +121,11 @@ class Run:
 
         Raises:
             ConfigError: 16-mixed does not go with the state.
-            RunError: A checkpoint could not restore the state, or the model was built in evaluation mode.
+            RunError: A checkpoint could not restore the state, its weights have another order on another rank, or the
+                model was built in evaluation mode.
         """
         check_state(state)
+        check_order(state)
         state["precision"] = self.fabric.strategy.precision
         state["micro_batch_size"] = plan.micro_batch_size
         state["ended"] = 0  # total_steps of the plan that a `break` has ended

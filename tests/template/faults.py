@@ -317,12 +317,14 @@ for name, (options, share, at_changes, processes) in STORMS.items():
 
 @fault(processes=1)
 def kill_before_each_change_of_a_file(tries):
-    """Each change that a new run makes, and each that a resume makes of one that was killed in its first save."""
-    empty, half = BASE / "empty", BASE / "half"
-    empty.mkdir()
-    half.mkdir()
-    kill_before("os.rename best.ckpt.tmp 1, open summary.json 1", TWO_SAVES, half, BASE)
-    for begun in (empty, half):
+    """Each change that a new run makes, and each that a resume makes of one that was killed in its first save, or
+    after it, before the validation of the same step had made it the best."""
+    empty, half, saved = BASE / "empty", BASE / "half", BASE / "saved"
+    for begun in (empty, half, saved):
+        begun.mkdir()
+    kill_before("os.rename step-00000002.ckpt.tmp 1, open summary.json 1", TWO_SAVES, half, BASE)
+    kill_before("os.link step-00000002.ckpt 1", TWO_SAVES, saved, BASE)
+    for begun in (empty, half, saved):
         command = f"{TWO_SAVES} --resume auto"
         changes = kill_before(0, command, shutil.copytree(begun, BASE / f"{begun.name}-counted"), BASE)
         tries.note += f"{len(changes)} changes of {'a new run' if begun is empty else 'a resume'}; "

@@ -18,13 +18,16 @@ from helpers import (
     call,
     checkpoint,
     clean_environment,
+    free_port,
     last_summary,
     refused,
     run,
     run_dir,
+    start,
     weights,
     without_locks,
 )
+from test_state import LOOKAHEAD
 from torch import nn
 
 from config import TrainConfig
@@ -186,11 +189,15 @@ self.parts = nn.ModuleDict({name: nn.Linear(10, 10) for name in names})
 """
 
 
-def test_layers_in_the_order_of_a_set_are_found_by_name(program, tmp_path):
-    """Which is another one in each process, unless PYTHONHASHSEED is set."""
+def with_parts(program: Path) -> Path:
+    """A program whose model has layers in the order of a set, which is another one in each process."""
     insert_before(program, "layers", OF_SET)
     of_parts = "sum(self.parts[name](features) * number for number, name in enumerate(sorted(self.parts)))"
-    replace(program, "forward", f"        features = self.layers(images)\n        return {of_parts}\n")
+    return replace(program, "forward", f"        features = self.layers(images)\n        return {of_parts}\n")
+
+
+def test_layers_in_the_order_of_a_set_are_found_by_name(program, tmp_path):
+    with_parts(program)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     whole.mkdir()
     resumed.mkdir()
@@ -200,6 +207,33 @@ def test_layers_in_the_order_of_a_set_are_found_by_name(program, tmp_path):
     printed.append(run(f"{program}/train.py --resume auto --epochs 2", resumed, PYTHONHASHSEED="2").stdout)
     assert len({re.search("^made .*", text, re.MULTILINE)[0] for text in printed}) == 2
     assert_same_run(resumed, whole)
+
+
+def test_layers_in_the_order_of_a_set_are_refused_on_several_processes(program, cwd):
+    """DDP would add the gradient of one layer to that of another."""
+    command = f"{with_parts(program)}/train.py {CONSTANT} --strategy ddp --num_nodes 2 --devices 1"
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(command, cwd, NODE_RANK=str(rank), PYTHONHASHSEED=str(rank + 1), **env) for rank in range(2)]
+    names = r"model\.parts\.\w+\.weight \(10, 10\) on rank 1 \(.+\), model\.parts\.\w+\.weight \(10, 10\) on rank 0"
+    for rank, process in enumerate(ranks):
+        error = process.communicate(timeout=300)[1]
+        assert re.fullmatch(
+            rf"train.py: error: rank {rank}: tensor 0 of `state`: {names}; all ranks .* a set\?\n", error
+        )
+        assert process.returncode == 1
+    assert not [*cwd.iterdir()]
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_needs_the_same_order(tmp_path, cwd):
+    """It may have lists in the order of its parameters."""
+    programs = [tmp_path / "then", tmp_path / "now"]
+    for program, parameters in zip(programs, ("model.parameters()", "[*model.parameters()][::-1]"), strict=True):
+        insert_before(program, "functions", LOOKAHEAD)
+        replace(program, "optimizer", ADAMW.format(parameters))
+        replace(program, "set up optimizer", "fabric.setup_optimizers(Lookahead(optimizer))")
+    call(f"{programs[0]}/train.py {CONSTANT} --epochs 1", cwd)
+    error = refused_resume(programs[1], cwd)
+    assert error.endswith(": an optimizer with a state_dict of its own has its parameters in another order\n")
 
 
 def test_a_tensor_that_has_grown_is_restored(program, cwd):

@@ -26,7 +26,7 @@ def told(printed: str) -> list[str]:
 
 
 def without_fingerprint(printed: str) -> list[str]:
-    words = "samples have no fingerprint: a resume cannot tell if they have changed"
+    words = "samples have no fingerprint: a resume cannot tell if they change"
     return re.findall(rf"^the (\w+) {words}$", printed, re.MULTILINE)
 
 
@@ -74,18 +74,18 @@ def test_what_is_trained_is_the_same_without_a_fingerprint(trained, tmp_path):
     without = replace(tmp_path / "program", "num_classes", "self.num_classes, self.fingerprint = num_classes, None")
     (tmp_path / "without").mkdir()
     printed = call(f"{without}/train.py {STEPS} 6 --micro_batch_size 32", tmp_path / "without").stdout
-    assert without_fingerprint(printed) == ["training", "validation"]
+    assert without_fingerprint(printed) == ["train", "val"]
     assert_same_run(tmp_path / "without", trained)
 
 
 # ---- what did
 
 CHANGES = {
-    "labels": ("target tensor", "9 - torch.tensor(targets,", ["training", "validation"]),
-    "split": ("permutation", "np.random.default_rng(1)", ["training", "validation"]),
-    "augmentation": ("shift", "shift=2 if augment else 0", ["training"]),
-    "training images": ("training images", "ImageDataset(images[train] + 1", ["training"]),
-    "validation images": ("validation images", "ImageDataset(images[val] + 1", ["validation"]),
+    "labels": ("target tensor", "9 - torch.tensor(targets,", ["train", "val"]),
+    "split": ("permutation", "np.random.default_rng(1)", ["train", "val"]),
+    "augmentation": ("shift", "shift=2 if augment else 0", ["train"]),
+    "training images": ("training images", "ImageDataset(images[train] + 1", ["train"]),
+    "validation images": ("validation images", "ImageDataset(images[val] + 1", ["val"]),
 }
 
 
@@ -102,12 +102,12 @@ def test_changed_data_are_told_by_the_name_of_the_set(change: str, stopped, tmp_
 def test_changed_data_are_told_once_on_two_processes(stopped, tmp_path):
     program = replace(tmp_path / "program", *CHANGES["augmentation"][:2])
     printed = run(f"{program}/train.py --resume auto --max_steps 8 {ON_2}", stopped).stdout
-    assert told(printed) == ["training"] and "finished after 8 of 8" in printed
+    assert told(printed) == ["train"] and "finished after 8 of 8" in printed
 
 
 def test_data_that_differ_at_each_start_are_told_by_a_rehearsal(tmp_path):
     program = replace(tmp_path / "program", *UNSEEDED)
-    assert told(call(f"{program}/train.py {FAST_RUN}", tmp_path).stdout) == ["training", "validation"]
+    assert told(call(f"{program}/train.py {FAST_RUN}", tmp_path).stdout) == ["train", "val"]
     assert told(call(f"train.py {FAST_RUN}", tmp_path).stdout) == []
 
 
@@ -139,13 +139,16 @@ DIFFERENT = {  # on each rank
         program, "validation images", "ImageDataset(np.random.default_rng().random() + images[val]"
     ),
 }
-FOUND = {"uneven shard": "the number of training samples", "validation": "checksum of validation samples"}
+OF_TRAINING = "number and checksum of train samples"
 
 
-def assert_refused(error: str, found: str) -> None:
+def assert_refused(error: str, found: str, program: str = "train.py") -> None:
     """By each rank in one line, with the rank that differs and its host."""
     host = re.escape(os.uname().nodename)
-    told = rf"train.py: error: rank [01]: {found}: \d+ on rank 1 \({host}\), \d+ on rank 0; all machines need .*"
+    value = r"\(\d+, \d+\)" if "number" in found else r"\d+"
+    told = (
+        rf"{program}: error: rank [01]: {found}: {value} on rank 1 \({host}\), {value} on rank 0; all machines need .*"
+    )
     lines = error.splitlines()
     assert 1 <= len(lines) <= 2 and all(re.fullmatch(told, line) for line in lines), error
 
@@ -155,14 +158,14 @@ def assert_refused(error: str, found: str) -> None:
 def test_data_that_differ_between_the_ranks_are_refused(edit: str, options: str, program, cwd):
     """Before anything is written."""
     error = run(f"{DIFFERENT[edit](program)}/train.py {options} {ON_2}", cwd, code=2).stderr
-    assert_refused(error, FOUND.get(edit, "checksum of training samples"))
+    assert_refused(error, OF_TRAINING.replace("train", "val") if edit == "validation" else OF_TRAINING)
     assert not [*cwd.iterdir()]
 
 
 def test_an_evaluation_refuses_them_too(trained, program, tmp_path):
     cwd = copied(trained, tmp_path / "evaluated")
     error = run(f"{replace(program, *UNSEEDED)}/test.py --out_dir train_out {ON_2}", cwd, code=2).stderr
-    assert_refused(error.replace("test.py: error", "train.py: error"), "checksum of samples")
+    assert_refused(error, "checksum of samples", "test.py")
     assert not [*cwd.glob("*/test_*")]
 
 
@@ -173,11 +176,11 @@ def test_classes_in_the_order_of_a_set_are_refused_or_told(program, cwd):
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(command, cwd, NODE_RANK=str(rank), PYTHONHASHSEED=str(rank + 1), **env) for rank in range(2)]
     for process in ranks:
-        assert_refused(process.communicate(timeout=300)[1], "checksum of training samples")
+        assert_refused(process.communicate(timeout=300)[1], OF_TRAINING)
         assert process.returncode == 2
     assert not [*cwd.iterdir()]
     run(f"{program}/train.py {STEPS} 3", cwd, PYTHONHASHSEED="1")
-    for steps, seed, expected in ((4, "1", []), (5, "2", ["training", "validation"])):
+    for steps, seed, expected in ((4, "1", []), (5, "2", ["train", "val"])):
         printed = run(f"{program}/train.py --resume auto --max_steps {steps}", cwd, PYTHONHASHSEED=seed).stdout
         assert told(printed) == expected
 
@@ -192,7 +195,7 @@ def test_a_set_without_a_fingerprint_is_named_at_the_start(program, cwd):
     replace(program, "image shape", "image = dataset.images[0]")
     for command in (f"{STEPS} 3", "--resume auto --max_steps 5"):
         printed = call(f"{program}/train.py {command}", cwd).stdout
-        assert without_fingerprint(printed) == ["training", "validation"] and told(printed) == []
+        assert without_fingerprint(printed) == ["train", "val"] and told(printed) == []
 
 
 def test_an_empty_set_is_not_named(program, cwd):

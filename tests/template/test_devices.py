@@ -6,6 +6,7 @@ import shutil
 import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import TrainConfig
 from data import build_datasets
 from runtime import launch, meters
+from runtime.resume import restored
 from train import build_model
 
 # 16-mixed on the CPU, with a gradient scaler that grows in each second step. (Without `--precision 16-mixed`, which is
@@ -189,13 +191,34 @@ class Reads(TorchDispatchMode):
 
 
 def test_all_means_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_path):
-    """In Means.reduce, as one tensor. Others are the norm of the gradient, in each of the ten logs; and, in the first
-    step and at each of the five checkpoints, whether the loss and the weights are finite."""
+    """In Means.reduce, as one tensor. Others are, in the first step and at each of the five checkpoints, whether the
+    loss and the weights are finite; the last one is written twice."""
     with Reads() as reads:
         call(f"train.py {SMALL} --log_interval 2 --max_grad_norm 1", tmp_path)
     del reads.counts["__init__"]  # of a dataset
-    assert reads.counts == {"start": 1, "train": 10, "check_weights": 5}
+    assert reads.counts == {"check_values": 1, "check_weights": 6}
     assert [int(row["step"]) for row in history(tmp_path)] == [*range(2, 21, 2)]
+
+
+# ---- resume
+
+
+def test_what_was_built_on_the_cpu_is_restored_there_and_the_rest_on_the_device():
+    """As far as the devices of the tensors go: `meta` stands for a GPU."""
+    fabric = SimpleNamespace(device=torch.device("meta"), to_device=lambda tensor: tensor.to("meta"))
+    on_device, on_cpu = torch.zeros(2, device="meta"), torch.zeros(2)
+    saved = torch.ones(3)
+    for built, expected in (
+        (on_device, "meta"),
+        (on_cpu, "cpu"),
+        ([on_device], "meta"),
+        ([{"counts": on_cpu}], "cpu"),
+        ([], "meta"),
+        ({"both": [on_cpu, on_device]}, "meta"),
+    ):
+        value = restored(fabric, built, [saved] if isinstance(built, list) else saved)
+        (tensor,) = value if isinstance(value, list) else [value]
+        assert tensor.device.type == expected, built
 
 
 # ---- several processes

@@ -31,28 +31,30 @@ LONG = (
 SHORT = f"{LONG} --epochs 2"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-# Runs train.py; between the beginning of a step and its end whatever waits for the device is an error. The first step
-# may wait: what compute_loss has returned is checked there.
+# Runs train.py; from the beginning of a step to what is due after it, or to the next one, whatever waits for the device
+# is an error. The first step may wait: what compute_loss has returned is checked there.
 NO_WAITING = """
 import sys
 sys.path.insert(0, {repo!r})
 import torch
 import train
 from config import TrainConfig
-from runtime import cli, launch
+from runtime import cli
+from runtime.run import Run
 
 config = cli.parse_train(TrainConfig, sys.argv[1:])
-learning_rate, must_stop = train.learning_rate, launch.StopSignals.must_stop
+schedule, save = train.schedule, Run.save
 
 def begin(config, plan, step):
     torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-    return learning_rate(config, plan, step)
+    return schedule(config, plan, step)
 
-def end(*args, **options):
-    torch.cuda.set_sync_debug_mode("default")
-    return must_stop(*args, **options)
+def end(run):
+    if run.state["due"]:
+        torch.cuda.set_sync_debug_mode("default")
+    save(run)
 
-train.learning_rate, launch.StopSignals.must_stop = begin, end
+train.schedule, Run.save = begin, end
 sys.exit(train.main(config))
 """
 

@@ -219,8 +219,8 @@ open(f"/proc/self/task/{os.getpid()}/children").read(), \\
 [path for fd in os.listdir("/proc/self/fd") if (path := os.path.realpath(f"/proc/self/fd/{fd}")).endswith(".lock")]
 """
 FAILS_LATER = """
-rate = train.learning_rate
-train.learning_rate = lambda config, plan, step: plan.peak_lr if step < 30 else 1 / 0
+schedule = train.schedule
+train.schedule = lambda config, plan, step: 1.0 if step < 30 else 1 / 0
 train.main(config)
 """
 BAD_FILE = """
@@ -255,7 +255,7 @@ def test_the_cells_train_after_mistakes_in_the_options_the_notebook_and_a_file(k
 
     assert kernel(FAILS_LATER) == "ZeroDivisionError"
     assert kernel(LEFT) == before, "while the notebook holds the traceback"
-    assert kernel("train.learning_rate = rate\ntrain.main(parse_train(TrainConfig, ['--resume', 'notebook']))") == "0"
+    assert kernel("train.schedule = schedule\ntrain.main(parse_train(TrainConfig, ['--resume', 'notebook']))") == "0"
 
     source = (folder / "model.py").read_text()
     (folder / "model.py").write_text(source + BAD_FILE)

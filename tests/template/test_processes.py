@@ -90,7 +90,7 @@ import os, time
 
 while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(0.1)
-    if fabric.global_rank == 1 and (run.path / "model.pt").exists():
+    if fabric.global_rank == 1 and (run.directory.path / "model.pt").exists():
         os.kill(os.getpid(), 9)
 """
 
