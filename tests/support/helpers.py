@@ -235,14 +235,15 @@ def started(cwd: Path, options: str = "", **more) -> tuple[subprocess.Popen, lis
 
 
 def end_of(process: subprocess.Popen, pids: list[int]) -> list[str]:
-    """Waits until all processes are gone, and returns the lines on stderr. What is left is killed."""
+    """Waits until all processes are gone, and returns the lines on stderr, without those of progress, which come where
+    a run takes more than half a minute. What is left is killed."""
     try:
         error = process.communicate(timeout=300)[1]
         wait_for(lambda: not any(map(is_running, pids)))
     finally:
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)
-    return error.strip().splitlines()
+    return [line for line in error.strip().splitlines() if not re.match(r" *\d+%\|", line)]
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainConfig
-from runtime import checkpoints, cli, launch, meters
+from runtime import checkpoints, cli, launch, meters, resume, terminal
 
 BIN = Path(sys.executable).parent
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -142,7 +142,7 @@ def test_the_warnings_of_fabric_that_are_ignored_have_these_words(monkeypatch, t
 
 
 def test_nccl_ends_a_process_whose_collective_times_out():
-    """launch.ResumableDDP gives NCCL 60 seconds more than --timeout, so that StopSignals can say first what has
+    """launch.ResumableDDP gives NCCL 60 seconds more than --timeout, so that ranks.StopSignals can say first what has
     happened. In both modes, NCCL's default and that of torchrun, a timeout tears the process down."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     text = header.read_text()
@@ -223,7 +223,7 @@ def test_the_flags_of_a_gpu_are_those_that_torch_reads():
 
 
 def test_apply_to_collection_changes_tensors_alone():
-    """checkpoints.with_tensors and on_cpu use this function of lightning_utilities, which comes with Fabric."""
+    """checkpoints.with_tensors uses this function of lightning_utilities, which comes with Fabric."""
     plain = {"a": [torch.ones(2), 1, "text", None, (2.5, True)], 3: {"b": torch.zeros(1)}, "empty": {}}
     found = apply_to_collection(plain, Tensor, lambda tensor: tensor + 1)
     assert [found["a"][0].tolist(), found[3]["b"].tolist()] == [[2, 2], [1]]
@@ -236,7 +236,7 @@ def test_apply_to_collection_changes_tensors_alone():
 
 
 def test_an_optimizer_that_loads_a_state_puts_the_steps_of_a_fused_one_in_place():
-    """On the device, as its groups say: so checkpoints.restore_optimizer must not change `fused` behind it, else the
+    """On the device, as its groups say: so resume.restore_optimizer must not change `fused` behind it, else the
     next step of a GPU fails. Here it is seen by the dtype."""
     parameter = nn.Parameter(torch.zeros(2))
     plain, fused = (torch.optim.AdamW([parameter], fused=is_fused) for is_fused in (False, True))
@@ -250,7 +250,7 @@ def test_an_optimizer_that_loads_a_state_puts_the_steps_of_a_fused_one_in_place(
     saved["state"][0]["step"] = torch.tensor(1.0, dtype=torch.float64)
     plain.load_state_dict(saved)
     assert plain.state[parameter]["step"].dtype == torch.float64
-    checkpoints.restore_optimizer(fused, saved, now, then)
+    resume.restore_optimizer(fused, saved, now, then)
     assert fused.param_groups[0]["fused"] and fused.state[parameter]["step"].dtype == torch.float32
 
 
@@ -355,7 +355,7 @@ OF_TORCHRUN = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_R
     ],
 )
 def test_launchers_set_these_variables(launcher: str, more: dict, tmp_path):
-    """cli.words_of_launcher reads the devices and the restarts of them, cli.is_local_zero and cli.is_child_of_fabric
+    """cli.words_of_launcher reads the devices and the restarts of them, terminal.is_local_zero and is_child_of_fabric
     the rank, and cli.die_with_launcher whether it is torchrun."""
     (tmp_path / "tells.py").write_text(TELLS)
     found = json.loads(run(f"{BIN}/{launcher} {tmp_path}/tells.py", tmp_path).stdout)
@@ -391,7 +391,7 @@ def test_fabric_finds_slurm_by_its_tasks_and_takes_a_job_bash_for_a_shell(monkey
         monkeypatch.setenv("SLURM_JOB_NAME", name)
         assert SLURMEnvironment.detect() == is_found
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert SLURMEnvironment.local_rank(None) == 1 and not cli.is_local_zero()
+    assert SLURMEnvironment.local_rank(None) == 1 and not terminal.is_local_zero()
 
 
 # ---- simple_parsing and argparse
@@ -478,14 +478,14 @@ def test_synchronize_of_the_accelerator_waits_for_all_streams():
 
 @on_gpu
 def test_tf32_is_supported_from_ampere_on():
-    """loggers.header says so of float32 products."""
+    """console.header says so of float32 products."""
     assert torch.cuda.is_tf32_supported() == (torch.cuda.get_device_capability() >= (8, 0))
 
 
 @on_gpu
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_the_step_of_a_fused_optimizer_is_on_the_gpu(is_loaded: bool):
-    """Also after the state was loaded from a checkpoint on the CPU, as checkpoints does: else each step would wait."""
+    """Also after the state was loaded from a checkpoint on the CPU, as resume does: else each step would wait."""
     parameter = nn.Parameter(torch.zeros(2, device="cuda"))
     optimizer = torch.optim.AdamW([parameter], fused=True)
     parameter.grad = torch.ones_like(parameter)
@@ -499,8 +499,8 @@ def test_the_step_of_a_fused_optimizer_is_on_the_gpu(is_loaded: bool):
 
 @on_gpu
 def test_nccl_and_gloo_stand_side_by_side_and_ddp_orders_its_buckets_on_a_gpu():
-    """launch.order_buckets, whose private names get None for a batch; launch.StopSignals and rundir.RunDir, whose
-    groups carry tensors of the CPU beside NCCL."""
+    """launch.order_buckets, whose private names get None for a batch; ranks.StopSignals and ranks.OnRankZero,
+    whose groups carry tensors of the CPU beside NCCL."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
         ddp = DistributedDataParallel(Backwards().cuda(), [0], bucket_cap_mb=0.1, gradient_as_bucket_view=True)
