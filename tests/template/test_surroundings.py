@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -273,13 +272,21 @@ def test_an_error_of_the_system_while_a_checkpoint_is_read_renames_nothing(tmp_p
 
 def test_a_run_that_waits_for_the_datasets_of_another_one_says_so(tmp_path, program, cwd):
     insert_before(program, "digits", "import time, os\nwhile not os.path.exists('go'):\n    time.sleep(0.02)")
-    command = f"train.py {SMALL} --max_steps 2"
-    first = start(command, cwd, repo=program)
-    second = start(f"{command} --out_dir second", cwd, repo=program)
-    time.sleep(2)
+    printed = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    processes = []
+    for path in printed:
+        with open(path, "w") as file:
+            command = f"train.py {SMALL} --max_steps 2 --out_dir {path.stem}"
+            processes.append(start(command, cwd, repo=program, stdout=file.fileno()))
+
+    def waiting() -> int:
+        return sum("waiting for build_datasets of another run on this machine" in path.read_text() for path in printed)
+
+    wait_for(waiting)
     (cwd / "go").touch()
-    printed = [process.communicate(timeout=300)[0] for process in (first, second)]
-    assert sum("waiting for build_datasets of another run on this machine" in text for text in printed) == 1
+    for process in processes:
+        process.communicate(timeout=300)
+    assert [process.returncode for process in processes] == [0, 0] and waiting() == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
