@@ -115,7 +115,7 @@ class Console:
         if names != self.names:
             self.names = names
             room, _ = shutil.get_terminal_size(fallback=(10**6, 0))  # a file takes lines of any length
-            fitting = sorted(names, key=lambda name: (name not in self.first, not name.startswith("val/")))
+            fitting = sorted(names, key=lambda name: (name not in self.first, name.startswith("train/")))
             while len(format_row(fitting, fitting)) > room and fitting[-1] not in self.first:
                 self.print(f"logged, but not in this table: {fitting.pop()}")
             self.columns = [name for name in names if name in fitting]
