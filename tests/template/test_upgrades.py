@@ -7,20 +7,29 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from edits import POINTS, apply, copy_programs, replace
-from helpers import REPO, call
+from edits import POINTS, apply, copy_programs, replace, with_text
+from helpers import REPO, call, diffs
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
 *_, MERGE, RESTORE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 OWN = re.search(r"`(git diff .+?)`", PAGE)[1]
 CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
 PROJECT_TESTS = ("tests/recorded.py", "tests/test_project.py", "tests/zygote.py")
-BEFORE = "2b78df0"  # the last version with eleven Python files side by side
+ELEVEN = "2b78df0"  # the last version with eleven Python files side by side
+RANGE = "741f19f"  # the last version whose loop is over a range
+SGD = "torch.optim.SGD(model.parameters(), lr=plan.peak_lr, momentum=0.9, weight_decay=config.weight_decay)"
+# Edits of these versions in lines that have changed since, made again.
+AGAIN = {
+    "train.py": [(POINTS["optimizer"][1], SGD)],
+    "config.py": [
+        ('["digits"]', '["digits", "mine"]'),
+        ("    dropout: float", "    noise: float = 0.1\n    dropout: float"),
+    ],
+}
 
 
 def edit_optimizer(folder: Path) -> Path:
-    sgd = "torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=config.weight_decay, fused=True)"
-    return replace(folder, "optimizer", sgd)
+    return replace(folder, "optimizer", SGD)
 
 
 def edit_loss(folder: Path, smoothing: float = 0.1) -> Path:
@@ -142,8 +151,8 @@ def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Pa
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory) -> Path:
     """A repository with the history of this one. Its last commit has the files as they are now."""
-    if subprocess.run(["git", "cat-file", "-e", f"{BEFORE}^{{commit}}"], cwd=REPO, capture_output=True).returncode:
-        pytest.skip(f"this checkout has no history back to {BEFORE}")
+    if subprocess.run(["git", "cat-file", "-e", f"{ELEVEN}^{{commit}}"], cwd=REPO, capture_output=True).returncode:
+        pytest.skip(f"this checkout has no history back to {ELEVEN}")
     folder = tmp_path_factory.mktemp("versions") / "template"
     shell(f"git clone --quiet --no-local '{REPO}' '{folder}'; cd '{folder}'; git checkout --quiet -B main", REPO)
     shell("git rm -r --quiet .", folder)
@@ -173,32 +182,54 @@ def edited_copy(versions: Path, version: str, folder: Path, deletes: bool) -> Pa
     return project
 
 
-def assert_edits_are_there_and_train(project: Path) -> None:
-    """And nothing else is the project's own."""
+def make_edits_again(project: Path) -> None:
+    """What a user does where git has marked lines: takes those of the template, and edits them."""
+    for name, pairs in AGAIN.items():
+        path = project / name
+        text, count = re.subn(r"<<<<<<< .*?\n=======\n(.*?)>>>>>>> .*?\n", r"\1", path.read_text(), flags=re.DOTALL)
+        assert count == 1, name
+        path.write_text(text)
+        with_text(project, name, *pairs)
+
+
+def assert_edits_are_there_and_train(project: Path, num_lines: int) -> None:
+    """And nothing else is the project's own than so many lines."""
     added = re.findall(r"^\+(?!\+)(.*)", shell(OWN, project), re.MULTILINE)
     for edit in ("torch.optim.SGD", "MulticlassF1Score", "label_smoothing", '"mine"', "config.noise", "noise: float"):
         assert any(edit in line for line in added), edit
-    assert len(added) < 20
+    assert len(added) == num_lines, "\n".join(added)
     assert sorted(path.name for path in project.glob("*.py")) == sorted(path.name for path in REPO.glob("*.py"))
     done = call(f"{project}/train.py --accelerator cpu --fast_run", project)
     assert "train/cross_entropy" in done.stdout and "val/f1" in done.stdout
     assert "finished after 4 of 4 steps" in done.stdout
 
 
-def test_a_copy_of_the_version_before_follows_without_a_conflict(versions: Path, tmp_path: Path):
-    """Though most of its files have moved. An edit of a file that has moved is kept, until it is restored."""
-    project = edited_copy(versions, BEFORE, tmp_path, deletes=False)
-    file, line = POINTS["progress line"]
-    longer = line.replace("30", "60")
-    before = project / Path(file).name
-    assert before.read_text().count(line) == 1
-    before.write_text(before.read_text().replace(line, longer))
-    commit(project, "fewer lines")
-    shell(MERGE, project)
-    assert longer in (project / file).read_text()
-    shell(RESTORE, project)
+@pytest.mark.parametrize(
+    "version, file, old, new, num_lines",
+    [
+        (ELEVEN, "loggers.py", "self.printed + 30", "self.printed + 60", 13),
+        (RANGE, "runtime/meters.py", "class Means:", "class Means:  # mine", 14),
+    ],
+    ids=["eleven files", "a loop over a range"],
+)
+def test_a_copy_of_an_older_version_follows_but_for_the_lines_that_both_have_changed(
+    version: str, file: str, old: str, new: str, num_lines: int, versions: Path, tmp_path: Path
+):
+    """It has also edited a file that is in runtime/ now."""
+    project = edited_copy(versions, version, tmp_path, deletes=False)
+    with_text(project, file, (old, new))
+    commit(project, "an edit that belongs in runtime/")
+    if file.startswith("runtime/"):
+        shell(RESTORE, project)
+    printed = shell(MERGE, project, code=1)
+    in_conflict = {name for name in shell("git diff --name-only --diff-filter=U", project).split()}
+    assert in_conflict == {*AGAIN, *([] if file.startswith("runtime/") else [file])}, printed
+    make_edits_again(project)
+    if not file.startswith("runtime/"):
+        shell(f"git rm --quiet {file}", project)
+    shell("git add --all && git commit --no-edit", project)
     assert shell("git status --short; git diff template/main -- runtime", project) == ""
-    assert_edits_are_there_and_train(project)
+    assert_edits_are_there_and_train(project, num_lines)
 
 
 def test_a_copy_of_this_version_gets_a_later_runtime_as_a_whole(versions: Path, tmp_path: Path):
@@ -208,31 +239,35 @@ def test_a_copy_of_this_version_gets_a_later_runtime_as_a_whole(versions: Path, 
     (template / "runtime" / "old.py").write_text("# gone later\n")
     this = commit(template, "a file that is gone later")
     project = edited_copy(template, this, tmp_path, deletes=False)
-    replace(project, "progress line", "self.printed + 60")
+    line = "0.1 if self.is_terminal else 30"
+    with_text(project, "runtime/console.py", (line, "1 if self.is_terminal else 60"))
     (project / "runtime" / "old.py").write_text("# mine\n")
     commit(project, "my runtime/")
 
-    replace(template, "progress line", "self.printed + 10")
+    with_text(template, "runtime/console.py", (line, "0.1 if self.is_terminal else 10"))
     (template / "runtime" / "old.py").rename(template / "runtime" / "new.py")
     (template / "runtime" / "new.py").write_text("# another one\n" * 9)
     (template / "model.py").write_text((template / "model.py").read_text() + "\n# later\n")
     commit(template, "later")
     printed = shell(MERGE, project, code=1)
-    assert printed.count("CONFLICT") == 2 and "runtime/loggers.py" in printed and "runtime/old.py" in printed
+    assert printed.count("CONFLICT") == 2 and "runtime/console.py" in printed and "runtime/old.py" in printed
     shell(f"git merge --abort\n{RESTORE}{MERGE}", project)
     assert shell("git status --short; git diff template/main -- runtime", project) == ""
     assert not (project / "runtime" / "old.py").exists()
     assert (project / "model.py").read_text().endswith("# later\n")
-    assert_edits_are_there_and_train(project)
+    shown = re.findall(r"^\+(?!\+)", "".join(diffs("docs/editing.md")), re.MULTILINE)
+    assert_edits_are_there_and_train(project, len(shown))
 
 
-def test_what_a_copy_of_the_version_before_has_deleted_stays_away(versions: Path, tmp_path: Path):
-    project = edited_copy(versions, BEFORE, tmp_path, deletes=True)
+def test_what_a_copy_of_an_older_version_has_deleted_stays_away(versions: Path, tmp_path: Path):
+    project = edited_copy(versions, ELEVEN, tmp_path, deletes=True)
     assert "CONFLICT" in shell(MERGE, project, code=1)
-    shell(DELETE, project)
+    assert "train.py:" in shell(DELETE, project, code=2)  # it has conflict marks
+    make_edits_again(project)
+    shell(DELETE.partition("\n")[2], project)
     assert shell("git status --short", project) == ""
     assert (project / "README.md").read_text() == "mine\n"
     assert shell("git ls-files tests", project).split() == [*PROJECT_TESTS]
     for name in ("recipes/tests", "benchmarks", "examples", "CHANGELOG.md", ".github/workflows/night.yml"):
         assert not (project / name).exists(), name
-    assert_edits_are_there_and_train(project)
+    assert_edits_are_there_and_train(project, num_lines=13)
