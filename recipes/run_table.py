@@ -124,8 +124,6 @@ def read_tests(path: Path, best_step: int | None) -> dict[str, float]:
 def read_mode(options: dict) -> str:
     """Whether the "max" or the "min" of the monitored value is best; nothing of options that are damaged."""
     mode = options.get("monitor_mode", "")
-    if mode == "auto":  # of an older version, for names that end in `loss` or `accuracy`
-        return "min" if options.get("monitor", "").endswith("loss") else "max"
     return mode if mode in ("max", "min") else ""
 
 

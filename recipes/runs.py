@@ -15,8 +15,8 @@ columns left out, which the last lines name. The name that you gave a run is nev
 `--format csv` all digits.
 
 A run is `running` while its process holds the lock; else `finished` or `failed` as summary.json says, or `interrupted`,
-also by a kill. The results are those of summary.json, which a run renews at most once a second; `time` is that of all
-its starts. Of a fork, `parent` is the run and the step it began with, and `best` that of its own steps.
+also by a kill. The results are those of summary.json, which a run renews with each checkpoint; `time` is that of all
+its starts. Of a fork, `parent` is the run and the step it began with, and `best` that of its own validations.
 
 `test/accuracy` is what test.py has found on the test set with the best checkpoint. With others the name says which:
 `val_step-00000190/accuracy`. It is left out where the run went on and another checkpoint became the best. `--group` has

@@ -19,8 +19,8 @@ from helpers import REPO, SMALL, call, run_dir, start
 from scipy.stats import ttest_1samp, ttest_rel
 
 OPTIONS = {"out_dir": "x", "seed": 0, "width": 32, "logger_name": ["csv"], "effective_batch_size": 100,
-           "monitor": "val/accuracy", "monitor_mode": "auto"}  # fmt: skip
-HOLD_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+           "monitor": "val/accuracy", "monitor_mode": "max"}  # fmt: skip
+HOLD_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
 
 
 def make(folder: Path, number: int, values: list[float], finished: bool = True, **options) -> Path:
@@ -804,7 +804,8 @@ def test_compare_a_difference_that_is_distinguishable(tmp_path: Path):
 
 
 def test_compare_a_value_whose_smallest_is_best(tmp_path: Path):
-    assert pairs(tmp_path, OURS, THEIRS, monitor="val/loss")[-1] == "distinguishable: A is better"
+    lines = pairs(tmp_path, OURS, THEIRS, monitor="val/loss", monitor_mode="min")
+    assert lines[-1] == "distinguishable: A is better"
 
 
 def test_compare_says_how_many_more_seeds_would_settle_it(tmp_path: Path):
@@ -860,8 +861,8 @@ def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
     )
     error = runs(sweep, "--filter seed=1 --compare width=32 width=64", code=2).stderr
     assert "needs finished runs of two seeds or more in both groups, and found 1" in error
-    make(sweep, 6, [0.5], seed=0, width=128, monitor="val/loss")
-    make(sweep, 7, [0.5], seed=1, width=128, monitor="val/loss")
+    make(sweep, 6, [0.5], seed=0, width=128, monitor="val/loss", monitor_mode="min")
+    make(sweep, 7, [0.5], seed=1, width=128, monitor="val/loss", monitor_mode="min")
     assert "do not monitor the same value" in runs(sweep, "--compare width=32 width=128", code=2).stderr
 
 
