@@ -210,7 +210,7 @@ def check_frozen(folder: Path, source: Path) -> None:
         same = [torch.equal(model[name], expected[name]) for name in body]
         assert all(same) if step <= 4 else not any(same), step
         assert len(checkpoint["optimizer"]["state"]) == (2 if step <= 4 else 2 + len(body))
-        body_lr, head_lr = (group["lr"] for group in checkpoint["optimizer"]["param_groups"])
+        head_lr, body_lr = (group["lr"] for group in checkpoint["optimizer"]["param_groups"])
         assert body_lr == 0.25 * head_lr > 0
         if step > 1:
             assert not torch.equal(model["layers.8.weight"], saved[step - 1]["model"]["layers.8.weight"])
