@@ -547,8 +547,10 @@ def test_a_config_checks_itself_wherever_it_is_made(mistake: dict):
 
 def test_so_does_the_config_of_test_py():
     assert EvalConfig(out_dir="train_out").checkpoint == "best"
-    with pytest.raises(ValueError, match="--batch_size -1"):
-        EvalConfig(out_dir="train_out", batch_size=-1)
+    mistakes = {"batch_size": (-1, "must be at least 0"), "split": ("all", "choose from test, val, train")}
+    for name, (value, text) in mistakes.items():
+        with pytest.raises(ValueError, match=f"^--{name} {value}: {text}$"):
+            EvalConfig(out_dir="train_out", **{name: value})
 
 
 # ---- what is best: a value and its mode
