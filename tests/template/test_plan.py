@@ -55,6 +55,39 @@ def test_epochs_become_steps(options: dict, steps: tuple, intervals: tuple):
     assert (plan.log_interval, plan.val_interval, plan.save_interval) == intervals
 
 
+@pytest.mark.parametrize(
+    "options, steps",
+    [
+        ({}, 19),
+        ({"warmup_epochs": 0.0}, 0),
+        ({"warmup_epochs": 0.5, "limit_train_batches": 5}, 2.5),
+        ({"warmup_epochs": 20.0}, 380),
+        ({"warmup_epochs": 30.0, "max_steps": 7}, 570),  # a run that is cut short
+        ({"warmup_epochs": 30.0, "fast_run": 4}, 570),
+    ],
+)
+def test_the_warm_up_is_in_steps(options: dict, steps: float):
+    assert plan_of(train_samples=1217, **options).warmup_steps == steps
+
+
+@pytest.mark.parametrize("options", [{"warmup_epochs": 30.0}, {"warmup_epochs": 1.5, "epochs": 1.0}])
+def test_a_warm_up_longer_than_the_run_is_refused(options: dict):
+    """The learning rate would never arrive."""
+    has, run = 19 * options["warmup_epochs"], 19 * options.get("epochs", 20)
+    words = f"^--warmup_epochs {options['warmup_epochs']:g}: is {has:g} steps, but the run has {run:g}$"
+    with pytest.raises(ConfigError, match=words):
+        plan_of(train_samples=1217, **options)
+
+
+def test_what_is_due_after_a_step():
+    """A step that validates also logs; after the last one, all is due."""
+    plan = plan_of(max_steps=10, checkpoint_interval=4, val_interval=3, log_interval=2)
+    due = {step: " ".join(plan.due(step)) for step in range(1, 11)}
+    rest = {3: "validate log", 6: "validate log", 9: "validate log", 10: "save validate log"}
+    assert due == dict.fromkeys((1, 5, 7), "") | {2: "log", 4: "save log", 8: "save log"} | rest
+    assert [step for step in due if plan.logs(step)] == [step for step in due if "log" in due[step]]
+
+
 def test_the_whole_training_set_may_be_one_batch():
     assert plan_of(train_samples=64, effective_batch_size=64).steps_per_epoch == 1
     with pytest.raises(ConfigError, match="^--effective_batch_size 65: there are only 64 training samples$"):
