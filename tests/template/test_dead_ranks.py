@@ -72,13 +72,14 @@ def test_a_rank_that_hangs_at_its_exit_does_not_keep_a_finished_run(program, cwd
 
 # What rank 0 does alone waits for the file `go`.
 WAIT = """
-import os
-import time
+from os import environ
+from os.path import exists
+from time import sleep
 
-if os.environ.get("WAIT") == {name!r} and not os.path.exists({name!r}):
+if environ.get("WAIT") == {name!r} and not exists({name!r}):
     open({name!r}, "w").close()
-    while not os.path.exists("go"):
-        time.sleep(0.1)
+    while not exists("go"):
+        sleep(0.1)
 """
 ALONE = {"check": "checkpoint is chosen", "save": "checkpoint is written", "end": "final weights"}
 SAVE_BY_DAY = [phase if phase == "save" else pytest.param(phase, marks=pytest.mark.night) for phase in ALONE]
@@ -333,15 +334,16 @@ def test_values_that_a_rank_returns_in_another_order_are_averaged_by_name(tmp_pa
     assert {(row["train/three"], row["val/three"]) for row in history(turned)} == {("3.0", "3.0")}
 
 
-@pytest.mark.parametrize("where, made", [("True", 0), ("is_training", 1)])
-def test_a_value_that_one_rank_alone_returns_is_named_with_those_of_both(where: str, made: int, tmp_path):
-    """In the validation before the first step, or, if it is there in the training alone, at the first log."""
+@pytest.mark.parametrize("where, beside, made", [("True", "accuracy", 0), ("is_training", "grad_norm", 1)])
+def test_a_value_that_one_rank_alone_returns_is_named_with_those_of_both(where: str, beside: str, made: int, tmp_path):
+    """In the validation before the first step, or, if it is there in the training alone, at the first save or log."""
     repo = with_values(f"if rank == 1 and {where}: values['more'] = torch.tensor(1.0)", tmp_path / "repo")
     cwd = tmp_path / "run"
     cwd.mkdir()
     error = run(f"{repo}/train.py {SMALL} {ON_2}", cwd, code=1).stderr
-    words = f"names of the values: loss, more, three on rank 1 ({os.uname().nodename}), loss, three on rank 0"
-    assert_told_by_ranks(error, f"compute_loss and metrics must give the same names on all ranks: {words}")
+    ranks = f"{beside}, loss, more, three on rank 1 ({os.uname().nodename}), {beside}, loss, three on rank 0"
+    words = f"compute_loss and metrics must give the same names on all ranks: names of the values: {ranks}"
+    assert_told_by_ranks(error, words)
     assert len([*cwd.iterdir()]) == made
 
 
