@@ -125,12 +125,15 @@ def done_in(cwd: Path) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        "open best.ckpt.tmp 1",
-        "os.rename best.ckpt.tmp 1",
-        "os.link best.ckpt 1",
+        "open step-00000002.ckpt.tmp 1",
+        "os.rename step-00000002.ckpt.tmp 1",
+        "os.link step-00000002.ckpt 1",
+        "os.rename best.tmp 1",
         "open step-00000004.ckpt.tmp 1",
         "os.rename step-00000004.ckpt.tmp 1",
         "os.remove step-00000002.ckpt 1",
+        "open step-00000004.ckpt.tmp 2",
+        "os.rename step-00000004.ckpt.tmp 2",
         "os.rename model.pt 1",
     ],
 )

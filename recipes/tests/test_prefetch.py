@@ -38,12 +38,12 @@ def program(tmp_path_factory) -> Path:
 def ahead(tmp_path_factory) -> Path:
     """The program, which loads ahead on a CPU, too."""
     program = with_recipe("prefetch", tmp_path_factory.mktemp("ahead"))
-    asks = 'self.fabric.device.type == "cuda":\n            return copied_ahead('
+    asks = 'self.fabric.device.type == "cuda":\n            batches = copied_ahead('
     return with_text(
         program,
         "runtime/loader.py",
         ("def start_worker(", f"{NO_STREAMS}def start_worker("),
-        (asks, "True:\n            return copied_ahead("),
+        (asks, "True:\n            batches = copied_ahead("),
     )
 
 

@@ -40,7 +40,7 @@ ON_1, SHARDED = "--devices 1 --strategy auto", "--devices 2 --strategy model_par
 TWO_GROUPS = """torch.optim.AdamW([
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         {"params": [p for p in model.parameters() if p.ndim > 1]},
-    ], weight_decay=config.weight_decay, fused=True)"""
+    ], lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"""
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,8 @@ def test_the_device_is_prepared_and_the_timeout_is_that_of_the_options(tmp_path:
 def test_an_optimizer_without_state(tmp_path: Path):
     """SGD without momentum: begins sharded, goes on sharded or not."""
     program = with_recipe("sharded", tmp_path / "program")
-    replace(program, "optimizer", "torch.optim.SGD(model.parameters(), lr=1)")  # for shards torch has no fused SGD
+    # For shards torch has no fused SGD.
+    replace(program, "optimizer", "torch.optim.SGD(model.parameters(), lr=plan.peak_lr)")
     command = f"{program}/{RUN} --base_lr 0.5"
     for name in ("alone", "began"):
         (tmp_path / name).mkdir()
@@ -166,7 +167,7 @@ def test_evaluation_is_that_of_one_process(program: Path, alone: Path, whole: Pa
 def test_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
     program = with_recipe("sharded", tmp_path / "program")
     breaking = "next(model.parameters()).detach().to_local().fill_(math.nan)"
-    insert_after(program, "step is done", f"if fabric.global_rank == 1 and step == 3:\n    {breaking}")
+    insert_after(program, "step is done", f"if fabric.global_rank == 1 and step == 4:\n    {breaking}")
     done = run(f"{program}/{RUN} {SHARDED}", tmp_path, code=1)
     assert "the weights are not finite after step 4" in done.stderr
     assert newest(tmp_path) == 2
@@ -326,11 +327,17 @@ IN_SHARDS = "--strategy model_parallel --sharded_checkpoint"
 
 def shards_of(cwd: Path) -> list[int]:
     """The steps of the directories with shards."""
-    return sorted(int(path.name[7:]) for path in run_dir(cwd).glob("checkpoints/shards-*"))
+    return sorted(int(path.name.split("-")[1]) for path in run_dir(cwd).glob("checkpoints/shards-*"))
 
 
 def newest_checkpoint(cwd: Path) -> Path:
     return max(run_dir(cwd).glob("checkpoints/step-*.ckpt"))
+
+
+def folder_of(path: Path) -> Path:
+    """Where the shards of a regular checkpoint are."""
+    (folder,) = path.parent.glob(f"{path.stem.replace('step', 'shards')}-*")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -347,8 +354,8 @@ def test_in_shards_killed_and_resumed_is_the_same_run(program: Path, whole: Path
     and those that no checkpoint needs are deleted."""
     cwd = copied(killed_in_shards, tmp_path)
     for step in (newest(cwd) + 2, 1):
-        folder = run_dir(cwd) / "checkpoints" / f"shards-{step:08d}"
-        folder.mkdir(exist_ok=True)
+        folder = run_dir(cwd) / "checkpoints" / f"shards-{step:08d}-0123456789abcdef"
+        folder.mkdir()
         (folder / "1.pt.tmp").write_bytes(b"incomplete")
     run(f"{program}/train.py --resume auto {SHARDED}", cwd)
     assert_same_run(cwd, whole)
@@ -397,19 +404,22 @@ def test_in_shards_the_best_one_stays_and_is_evaluated(tmp_path: Path):
     assert_same_run(tmp_path / "whole", cwd)
 
 
-# At the end of runtime/checkpoints.py: fails if a rank has more than its shards of the weights, or of what AdamW keeps.
+# At the end of runtime/resume.py: fails if a rank has more than its shards of the weights, or of what AdamW keeps.
 OWN_SHARES = """
 
-restore_shares = restore
+restore_shares = Resume.restore
 
 
-def restore(fabric, state, saved, now):
+def restore(self, *args):
     from torch.distributed.tensor import DTensor
 
-    kept = [values["exp_avg"] for values in saved["optimizer"]["state"].values()]
-    assert all(isinstance(tensor, DTensor) for tensor in [*saved["model"].values(), *kept])
-    say("each rank has its own shares")
-    return restore_shares(fabric, state, saved, now)
+    kept = [values["exp_avg"] for values in self.saved["optimizer"]["state"].values()]
+    assert all(isinstance(tensor, DTensor) for tensor in [*self.saved["model"].values(), *kept])
+    print("each rank has its own shares")
+    restore_shares(self, *args)
+
+
+Resume.restore = restore
 """
 
 
@@ -418,7 +428,7 @@ def test_a_resume_reads_its_own_shares_alone(program: Path, fixture: str, reques
     """Also of a checkpoint that is whole."""
     cwd = copied(request.getfixturevalue(fixture), tmp_path)
     checked = Path(shutil.copytree(program, tmp_path / "program"))
-    with open(checked / "runtime" / "checkpoints.py", "a") as file:
+    with open(checked / "runtime" / "resume.py", "a") as file:
         file.write(OWN_SHARES)
     assert "each rank has its own shares" in run(f"{checked}/train.py --resume auto", cwd).stdout
 
@@ -433,7 +443,7 @@ def flip(path: Path):
 def test_a_damaged_shard_is_named_and_skipped(program: Path, alone: Path, killed_in_shards: Path, damage, tmp_path):
     cwd = copied(killed_in_shards, tmp_path)
     damaged = newest_checkpoint(cwd)
-    damage(damaged.parent / f"shards-{newest(cwd):08d}" / "1.pt")
+    damage(folder_of(damaged) / "1.pt")
     done = call(f"{program}/train.py --resume auto {ON_1}", cwd)
     assert f"{damaged.name}: it is damaged" in done.stdout
     assert f"resumed from {run_dir(cwd).name}/checkpoints/step-{int(damaged.stem[5:]) - 2:08d}" in done.stdout
@@ -442,11 +452,11 @@ def test_a_damaged_shard_is_named_and_skipped(program: Path, alone: Path, killed
 
 def test_a_shard_of_another_save_is_taken_for_damage(program: Path, alone: Path, killed_in_shards: Path, tmp_path):
     cwd = copied(killed_in_shards, tmp_path)
-    folder = newest_checkpoint(cwd).parent
-    shutil.copy(folder / f"shards-{newest(cwd) - 2:08d}" / "1.pt", folder / f"shards-{newest(cwd):08d}" / "1.pt")
-    name = newest_checkpoint(cwd).name
+    path = newest_checkpoint(cwd)
+    before = path.with_name(f"step-{newest(cwd) - 2:08d}.ckpt")
+    shutil.copy(folder_of(before) / "1.pt", folder_of(path) / "1.pt")
     done = call(f"{program}/train.py --resume auto {ON_1}", cwd)
-    assert f"{name}: it is damaged" in done.stdout
+    assert f"{path.name}: it is damaged" in done.stdout
     assert_same_training(cwd, alone)
 
 
@@ -481,7 +491,7 @@ def test_forged_shards_run_no_code(program: Path, killed_in_shards: Path, place:
     """What has one is taken for a damaged checkpoint."""
     cwd = copied(killed_in_shards, tmp_path)
     path, marker = newest_checkpoint(cwd), tmp_path / "marker"
-    folder = path.parent / f"shards-{newest(cwd):08d}"
+    folder = folder_of(path)
     if place == "file":
         path.write_bytes(forged(marker))
     else:
