@@ -4,8 +4,8 @@ python benchmarks/loader.py                     # 0, 1 and 2 workers; 5 minutes
 python benchmarks/loader.py --kinds tensors --workers 0 --rounds 3
 
 `tensors` is a plain TensorDataset, `png` and `jpeg` are files that Pillow opens. A round reads the data set once, in
-batches of 64, with an iterator that is new and workers that are not. The template's is the one that its loop calls,
-`Loader.epochs_from`. The best round of each loader counts.
+batches of 64, with an iterator that is new and workers that are not. The template's is the one that
+`Loader.micro_batches` makes for each epoch. The best round of each loader counts.
 """
 
 import argparse
@@ -14,8 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import TrainConfig  # noqa: E402
+from runtime.launch import end_workers  # noqa: E402
 from runtime.loader import Loader, TrainSampler  # noqa: E402
 from utils import make_plan  # noqa: E402
 
@@ -77,20 +76,21 @@ if __name__ == "__main__":
             dataset = build(kind, Path(temporary) / kind)
             n = len(dataset)
             for workers in options.workers:
-                with ExitStack() as resources:
-                    config = TrainConfig(num_workers=workers, effective_batch_size=BATCH_SIZE)
-                    plan = make_plan(config, n, val_samples=0, world_size=1, saved_size=0)
-                    steps = plan.steps_per_epoch
-                    own = Loader(fabric, dataset, TrainSampler(plan, dataset, rank=0, seed=0), config, resources)
-                    torchs = DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers,
-                                        persistent_workers=workers > 0)  # fmt: skip
-                    best = {}
-                    for number in range(options.rounds + 1):
-                        epochs = {"template": islice(own.epochs_from(number * steps), steps), "torch": torchs}
-                        for name in epochs if number % 2 else reversed(epochs):
-                            taken = seconds(epochs[name])
-                            if number:  # the first round starts the workers
-                                best[name] = min(taken, best.get(name, taken))
-                    own_speed, torch_speed = n / best["template"], n / best["torch"]
-                    speeds = f"template {own_speed:9.0f}, torch {torch_speed:9.0f} samples/s"
-                    print(f"{kind:>8} {workers} workers: {speeds}, ratio {own_speed / torch_speed:.2f}", flush=True)
+                config = TrainConfig(num_workers=workers, effective_batch_size=BATCH_SIZE)
+                plan = make_plan(config, n, val_samples=0, world_size=1, saved_size=0)
+                sampler = TrainSampler(plan, dataset, rank=0, seed=0)
+                own = Loader(fabric, dataset, sampler, config)
+                torchs = DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers,
+                                    persistent_workers=workers > 0)  # fmt: skip
+                best = {}
+                for number in range(options.rounds + 1):
+                    sampler.step = number * plan.steps_per_epoch
+                    epochs = {"template": own, "torch": torchs}
+                    for name in epochs if number % 2 else reversed(epochs):
+                        taken = seconds(epochs[name])
+                        if number:  # the first round starts the workers
+                            best[name] = min(taken, best.get(name, taken))
+                own_speed, torch_speed = n / best["template"], n / best["torch"]
+                speeds = f"template {own_speed:9.0f}, torch {torch_speed:9.0f} samples/s"
+                print(f"{kind:>8} {workers} workers: {speeds}, ratio {own_speed / torch_speed:.2f}", flush=True)
+                end_workers(set())

@@ -5,7 +5,6 @@ Prints a line with the mean loss at the end of each epoch. PEER-batched gets its
 
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -204,7 +203,7 @@ def main(peer: str, work: str) -> None:
         config = TrainConfig(effective_batch_size=batch_size)
         plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_size=0)
         fabric = Fabric(accelerator="cpu", devices=1)
-        loader = Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config, ExitStack())
+        loader = Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config)
     else:
         loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
     if name == "limit":

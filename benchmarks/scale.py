@@ -26,7 +26,8 @@ import run  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
 from runtime.loader import Loader, TrainSampler  # noqa: E402
-from runtime.rundir import RunDir  # noqa: E402
+from runtime.meters import Means, Timer  # noqa: E402
+from runtime.run import Run  # noqa: E402
 from utils import make_plan  # noqa: E402
 
 
@@ -79,9 +80,10 @@ def first_batch(samples: int) -> None:
 def private_mb_of_a_worker(samples: int) -> tuple[float]:
     """Memory that a data worker has for itself alone, in the middle of an epoch."""
     fabric, config = Fabric(accelerator="cpu", devices=1), TrainConfig(num_workers=2)
-    batches = Loader(fabric, Numbers(samples), sampler_of(samples), config, ExitStack()).epochs_from(0)
-    for _ in range(100):
-        next(batches)
+    loader = Loader(fabric, Numbers(samples), sampler_of(samples), config)
+    timer = Timer(fabric.device, 256)
+    for step in range(1, 101):
+        list(loader.micro_batches(step, timer))
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     rollup = Path(f"/proc/{children[0]}/smaps_rollup").read_text().splitlines()
     return (sum(int(line.split()[1]) for line in rollup if line.startswith("Private")) / 1e3,)
@@ -104,19 +106,27 @@ def large_state(fabric: Fabric, width: int) -> dict:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     model, optimizer = fabric.setup(net, optimizer)
-    return {"model": model, "optimizer": optimizer, "step": 0, "best": None, "best_step": 0, "bad_validations": 0}
+    numbers = {"step": 0, "due": [], "best": None, "best_step": 0, "bad_validations": 0}
+    return {"model": model, "optimizer": optimizer, "means": Means(fabric), **numbers}
 
 
-def begun(fabric: Fabric, folder: str, state: dict, resources: ExitStack) -> RunDir:
-    """The directory of a run that has made its first step."""
+def begun(fabric: Fabric, folder: str, state: dict, resources: ExitStack) -> Run:
+    """A run in its first step."""
     config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
-    run_dir = RunDir(fabric, config, resources)
-    datasets = run_dir.build(lambda: {"train": Numbers(1000), "val": Numbers(1000)})
-    run_dir.restore(state, make_plan(config, len(datasets["train"]), len(datasets["val"]), 1, saved_size=0))
+    training = Run(fabric, config, resources)
+    datasets = training.build(lambda config: {"train": Numbers(1000), "val": Numbers(1000)})
+    training.prepare(state, make_plan(config, len(datasets["train"]), len(datasets["val"]), 1, saved_size=0))
     with redirect_stdout(None):
-        run_dir.header(state["model"])
-        run_dir.start({"loss": torch.zeros((), requires_grad=True)}, {"accuracy": 0.0})
-    return run_dir
+        training.restore()
+        training.begin({"loss": torch.zeros(())}, {"accuracy": 0.0})
+    return training
+
+
+def save_as_best(training: Run, step: int):
+    """As the loop does after a step in which a checkpoint is due, and whose validation is the best."""
+    training.state.update(step=step, due=["save"])
+    training.save()
+    training.end_report(is_best=True)
 
 
 def save() -> None:
@@ -125,12 +135,11 @@ def save() -> None:
     net, optimizer = state["model"].module, state["optimizer"]
     with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
         path = Path(folder)
-        run_dir = begun(fabric, folder, state, resources)
+        training = begun(fabric, folder, state, resources)
         for step in range(1, 8):
-            state["step"] = step
             os.sync()
             began = time.perf_counter()
-            run_dir.save(step, is_regular=True, is_best=True)
+            save_as_best(training, step)
             own.append(time.perf_counter() - began)
             os.sync()
             began = time.perf_counter()
@@ -150,36 +159,35 @@ def stands() -> None:
     fabric, waits = Fabric(accelerator="cpu", devices=1), []
     state = large_state(fabric, 2035)
     with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as resources:
-        run_dir = begun(fabric, folder, state, resources)
+        training = begun(fabric, folder, state, resources)
         for step in range(1, 6):
-            state["step"] = step
             began = time.perf_counter()
-            run_dir.save(step, is_regular=True, is_best=True)
+            save_as_best(training, step)
             waits.append(time.perf_counter() - began)
-            path = run_dir.path / "checkpoints" / f"step-{step:08d}.ckpt"
+            path = training.directory.path / "checkpoints" / f"step-{step:08d}.ckpt"
             while not path.exists():  # with recipes/features/background_save.patch, a thread writes it
                 time.sleep(0.1)
             size = path.stat().st_size / 1e9
     print(f"{size:.1f} GB: the loop stands still for {statistics.median(waits):.2f} s, at most {max(waits):.2f} s")
 
 
-# Runs train.py of the working directory, and prints the share of the time that it spent in RunDir.save.
+# Runs train.py of the working directory, and prints the share of the time that it spent in Run.write_checkpoint.
 TIMED = """
 import sys, time
 import train
 from config import TrainConfig
 from runtime import cli
-from runtime.rundir import RunDir
+from runtime.run import Run
 
 saved = []
-def timed(*args, save=RunDir.save, **kwargs):
+def timed(*args, write=Run.write_checkpoint, **kwargs):
     began = time.perf_counter()
-    save(*args, **kwargs)
+    write(*args, **kwargs)
     saved.append((began, time.perf_counter() - began))
 
-RunDir.save = timed
+Run.write_checkpoint = timed
 train.main(cli.parse_train(TrainConfig, sys.argv[1:]))
-_, *saved, (end, _) = saved  # from the first epoch's to the last one's
+_, *saved, (end, _), _ = saved  # from the first epoch's to the last one's, which is written again at the end
 print(sum(seconds for _, seconds in saved) / (end - saved[0][0]))
 """
 
