@@ -54,7 +54,7 @@ def check_frozen(folder: Path) -> None:
         assert not any(changed) if step <= 4 else all(changed), step
         assert not torch.equal(model["classifier.weight"], before["classifier.weight"])
         assert len(saved[step]["optimizer"]["state"]) == (2 if step <= 4 else 2 + len(body))
-        body_lr, head_lr = (group["lr"] for group in saved[step]["optimizer"]["param_groups"])
+        head_lr, body_lr = (group["lr"] for group in saved[step]["optimizer"]["param_groups"])
         assert body_lr == 0.25 * head_lr > 0
 
 
