@@ -143,16 +143,18 @@ class Run:
         state = self.state
         resume = self.resume
         directory = self.directory
-        if resume.saved:
+        if resume.is_finished:
+            names = ("step", "best", "best_step", "bad_validations", "ended")
+            state.update({name: resume.summary[name] for name in names})
+        if resume.is_finished and self.is_over():
+            resume.saved = {}  # nothing is left to do: its checkpoints may have been deleted
+        elif resume.saved:
             about = resume.saved["checkpoint"]
             directory.summary |= about["summary"] | {"checkpoint": about["step"]}
             directory.began -= directory.summary["seconds"]
             resume.restore(self.fabric, state, self.built.optimizers)
-        elif resume.is_finished:  # its checkpoints have been deleted
-            names = ("step", "best", "best_step", "bad_validations", "ended")
-            state.update({name: resume.summary[name] for name in names})
-            if not self.is_over():
-                raise RunError(f"{directory.path} is finished, and has no checkpoint left to become longer from")
+        elif resume.is_finished:
+            raise RunError(f"{directory.path} is finished, and has no checkpoint left to become longer from")
         directory.summary["parameters"] = size_of(state["model"])
         self.saved = self.place()
         self.is_restored = True
