@@ -438,7 +438,7 @@ def test_each_validation_has_the_same_samples_and_new_metrics(whole: Run):
 def test_a_run_that_was_killed_and_resumed_has_the_same_inputs(alone: Run, resumed: Run, killed_in: str):
     found = inputs(resumed.record)
     if not found:
-        fail("train.py did not call compute_loss after set_seed")
+        fail("train.py did not call compute_loss with the micro-batches of `train_loader.micro_batches`")
     expected = inputs(alone.record)
     first_step, _ = min(found)
     later = {(step, number): value for (step, number), value in expected.items() if step >= first_step}
@@ -524,8 +524,8 @@ def test_each_parameter_is_trained(whole: Run, place):
                     same[name] = torch.equal(before[module][key], after[module][key]) and after[module][key].dtype
         if same and all(same.values()):
             fail(
-                f"state[{optimizer!r}]: no parameter has changed {between}. Is `step()` called, after the backward "
-                "passes and before `zero_grad()`?"
+                f"state[{optimizer!r}]: no parameter has changed {between}. Is `step()` called, and `zero_grad()` only "
+                "before the backward passes?"
             )
         names = [name for name, dtype in same.items() if dtype]
         if lost := [name for name in names if name in with_gradient and same[name] == torch.float32]:
@@ -574,11 +574,11 @@ def test_no_scheduler_of_torch_is_overridden(whole: Run):
 
 
 def test_no_graph_grows_from_step_to_step(whole: Run):
-    sizes = defaultdict(list)
-    for _, _, found in facts(whole.record, "attributes"):
+    sizes: dict[str, dict[int, int]] = defaultdict(dict)
+    for step, _, found in facts(whole.record, "attributes"):
         for name, (_, nodes) in found.items():
-            sizes[name].append(nodes)
-    names = [name for name, found in sizes.items() if len(found) > 2 and found == sorted(set(found))]
+            sizes[name][step] = nodes
+    names = [name for name, found in sizes.items() if len(found) > 2 and [*found.values()] == sorted({*found.values()})]
     if names:
         fail(f"{', '.join(names)} has a graph that grows with each step: compute it under `torch.no_grad()`.")
 
