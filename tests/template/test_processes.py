@@ -102,7 +102,7 @@ def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trai
     cwd.mkdir()
     command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {repo}/train.py {SMALL} --resume auto"
     output = run(command, cwd, **NO_SHARED_STORE).stdout
-    assert output.count("is finished") == 1 and "resumed from" not in output
+    assert output.count("finished after 20 of 20 steps") == 2 and "resumed from" not in output
     assert [row["step"] for row in history(cwd)] == ["4", "8", "12", "16", "20"]
     assert len([*run_dir(cwd).glob("provenance/*.txt")]) == 1
 
