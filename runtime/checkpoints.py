@@ -110,13 +110,12 @@ def newest_checkpoint(run_dir: Path, summary: dict) -> Path | None:
     return None
 
 
-def save(path: Path, contents: dict, is_first: bool):
-    """Writes a checkpoint; the first one of a process is read back."""
+def save(path: Path, contents: dict):
+    """Writes a checkpoint, and reads what is in it, but for the bytes of tensors."""
     with atomically(path, "wb") as file:  # fabric.save would write two more copies
         torch.save(contents, file)
         file.flush()
-        if is_first:
-            load(Path(file.name))  # fails now if it would fail on a resume
+        load(Path(file.name))  # fails now if it would fail in a resume
 
 
 def link_best(run_dir: Path, step: int):

@@ -18,7 +18,7 @@ from runtime.ranks import difference
 
 # What a checkpoint or summary.json has by itself.
 RESERVED = ("checkpoint", "ended", "last", "micro_batch_size", "parameters", "precision", "seconds", "state")
-PIECE = 2**20  # elements of a tensor that are copied at once
+PIECE = 2**18  # bytes of a tensor that are read at once
 
 # ---- before the first step
 
@@ -35,8 +35,6 @@ def check_state(state: dict):
     for name, value in state.items():
         if name in RESERVED:
             raise RunError(f"state[{name!r}]: each run has its own value of this name; choose another")
-        if isinstance(value, nn.Module):
-            check_module(value, f"state[{name!r}]")
         check_value(value.state_dict() if hasattr(value, "state_dict") else value, f"state[{name!r}]")
     if not any(isinstance(value, Optimizer) for value in state.values()):
         raise RunError("state: has no optimizer, so a resume would begin with a new one")
@@ -49,17 +47,6 @@ def check_order(state: dict):
     other = difference({f"tensor {number} of `state`": name for number, name in enumerate(named_tensors(state))})
     if other:
         raise RunError(f"{other}; all ranks need the same order: was the model made in that of a set?")
-
-
-def check_module(module: nn.Module, name: str):
-    """Raises RunError for a module that could not load what it saves."""
-    for key, tensor in module.state_dict().items():
-        if has_storage(tensor) and tensor.untyped_storage().nbytes() < tensor.nbytes:
-            raise RunError(f"{name}: elements of {key} share their memory, so it cannot be loaded: clone it")
-    try:
-        module.load_state_dict(module.state_dict())  # copies nothing: torch knows a tensor that is the same
-    except RuntimeError as error:
-        raise RunError(f"{name} cannot load what it saves: {error}") from error
 
 
 def check_value(value: Any, name: str):
@@ -100,13 +87,13 @@ def check_gradients(fabric: Fabric, state: dict):
         )
 
 
-def check_values(fabric: Fabric, values: dict, step: int):
+def check_values(fabric: Fabric, values: dict):
     """Raises RunError if the loss of a rank is not finite in the first step of a process, or a name is taken."""
     if "grad_norm" in values:
         raise RunError("compute_loss: `grad_norm` is logged by train.py: give this value another name")
     total = fabric.all_reduce(values["loss"].detach().clone(), reduce_op="sum").item()
     if not math.isfinite(total):
-        raise RunError(f"compute_loss: `loss` is {total} in {'the first step' if step == 1 else f'step {step}'}")
+        raise RunError(f"compute_loss: `loss` is {total} in the first step of this process")
 
 
 def check_monitor(monitor: str, values: dict, sanity_results: dict):
@@ -182,13 +169,11 @@ def sums_of_bits(state: dict) -> dict[str, int]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of the elements, as integers of their bits, times odd numbers by their position: on the device, in
-    pieces, and without rounding, so that the order in which a device adds does not matter."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """The sum of the bytes, times odd numbers by their position: on the device, in pieces, and without rounding, so
+    that the order in which a device adds does not matter."""
+    factors = torch.arange(1, 2 * PIECE, 2, device=tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    elements = plain.detach().contiguous().flatten().view(integers[plain.element_size()])
-    for number, piece in enumerate(elements.split(PIECE)):
-        first = 2 * PIECE * number + 1
-        total += (piece * torch.arange(first, first + 2 * len(piece), 2, device=tensor.device)).sum()
+    values = tensor.detach().contiguous().flatten().view(torch.uint8)
+    for number, piece in enumerate(values.split(PIECE)):
+        total += (piece * factors[: len(piece)]).sum() * (2 * number + 1)
     return total

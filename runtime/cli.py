@@ -211,9 +211,9 @@ def config_of(cls: type, text: str) -> Any:
     defaults = cls()
     known = values_of(defaults)
     options = read_yaml(text)
-    for name in known.keys() - options.keys():
+    for name in sorted(known.keys() - options.keys()):
         say(f"--{name} {known[name]}: this option is new in the code")
-    for name in options.keys() - known.keys():
+    for name in sorted(options.keys() - known.keys()):
         say(f"--{name} {options.pop(name)}: this option is gone from the code, and ignored")
     return replace(defaults, parse(cls, words_of(options)))
 

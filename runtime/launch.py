@@ -28,7 +28,6 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.checks import check_module
 from runtime.errors import ConfigError, RunError
 from runtime.options import DEVICE_OPTIONS, as_config_error
 from runtime.ranks import NO_LIMIT, gloo_group, handle_signals
@@ -82,7 +81,6 @@ class ResumableDDP(DDPStrategy):
         streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DDP refuses a model in which nothing is trained
-        check_module(module, "the module")  # DDP fails, too, but without the name
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(
             module,

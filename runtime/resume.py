@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runtime.checkpoints import AS_BUILT, FORMAT, is_plain, load, with_tensors
-from runtime.cli import read_yaml, to_yaml
 from runtime.errors import ConfigError
 from runtime.options import marked
 from runtime.source import changed_files, code_folder
@@ -67,15 +66,13 @@ class Resume:
             ConfigError: Somebody has changed an option in config.yaml that a resume cannot change. Or a dataset has
                 another size: position and best value would be of other data.
         """
-        about = self.saved.get("checkpoint", {"config": "", "data": {}})
-        options = read_yaml(to_yaml(config))
-        then = read_yaml(about["config"])
-        for name in marked(config, "fixed"):
-            if name in then and options[name] != then[name]:
-                raise ConfigError(f"--resume: --{name} is {options[name]}, but was {then[name]} in {self.origin}")
-        then = about["data"]
+        about = self.saved.get("checkpoint", {"fixed": {}, "data": {}})
+        for name, value in marked(config, "fixed").items():
+            then = about["fixed"].get(name, value)
+            if then != value:
+                raise ConfigError(f"--resume: --{name} is {value}, but was {then} in {self.origin}")
         for name, (size, fingerprint) in data.items():
-            old_size, old_fingerprint = then.get(name, (size, fingerprint))
+            old_size, old_fingerprint = about["data"].get(name, (size, fingerprint))
             if size != old_size:
                 raise ConfigError(f"--resume: {name} has {size} samples, but had {old_size} in {self.origin}")
             if fingerprint is None:
@@ -176,10 +173,9 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
                 values[:] = [values[place] for place in places]
     # One with a state_dict of its own may have no groups in it.
     for group, old in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
-        as_built = AS_BUILT - {"initial_lr"} if "initial_lr" in group else AS_BUILT  # a scheduler of torch has set it
         group.setdefault("initial_lr", group["lr"])
         for name in group.keys() - {"params"}:
-            if name in as_built or name not in old:  # the latter is new in the code
+            if name in AS_BUILT or name not in old:  # the latter is new in the code
                 old[name] = group[name]
     optimizer.load_state_dict(saved)
 
@@ -187,12 +183,10 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
 def order_of(built: list, then: list) -> list[int]:
     """For each group of the checkpoint the number of the one with the same parameters. Raises ValueError if the groups
     are others."""
-    order: list[int] = []
-    for old in then:
-        same = [number for number, now in enumerate(built) if {*now["parameters"]} == {*old["parameters"]}]
-        order += [number for number in same if number not in order][:1]
-    if not len(order) == len(built) == len(then):
-        now, before = ({name for group in groups for name in group["parameters"]} for groups in (built, then))
-        others = ", ".join(sorted(now ^ before)) or "none"
-        raise ValueError(f"an optimizer has other parameter groups than in the checkpoint; other parameters: {others}")
-    return order
+    now = [frozenset(group["parameters"]) for group in built]
+    before = [frozenset(group["parameters"]) for group in then]
+    if {*now} != {*before}:
+        others = frozenset().union(*now) ^ frozenset().union(*before)
+        names = ", ".join(sorted(others)) or "none"
+        raise ValueError(f"an optimizer has other parameter groups than in the checkpoint; other parameters: {names}")
+    return [now.index(names) for names in before]

@@ -34,7 +34,7 @@ from runtime.launch import PREEMPTED, build_fabric, build_in_turn, launch
 from runtime.loader import fingerprint, seeder
 from runtime.loggers import scalars_of
 from runtime.meters import Timer
-from runtime.options import as_config_error
+from runtime.options import as_config_error, marked
 from runtime.ranks import OnRankZero, StopSignals, check_ranks, difference, handle_signals
 from runtime.resume import Resume
 from runtime.rundir import RunDir
@@ -130,6 +130,7 @@ class Run:
         state["micro_batch_size"] = plan.micro_batch_size
         state["ended"] = 0  # total_steps of the plan that a `break` has ended
         self.state = state
+        self.directory.state = state
         self.plan = plan
         self.built = AsBuilt(state)
         if getattr(state["precision"], "scaler", None) and len(self.built.optimizers) > 1:
@@ -201,7 +202,7 @@ class Run:
         self.has_begun = True
         check_gradients(self.fabric, self.state)
         self.timer.stop()
-        check_values(self.fabric, values, self.state["step"] + 1)
+        check_values(self.fabric, values)
         check_monitor(self.config.monitor, values, sanity_results)
         self.built.check(self.state)
         self.open()
@@ -218,7 +219,7 @@ class Run:
                 self.on_rank_zero(directory.remove)
                 raise ConfigError(f"--root_dir {self.config.root_dir}: {other}; all machines need to share it")
         self.is_open = True
-        self.on_rank_zero(directory.open, self.state, f"{self.fabric.world_size} x {self.fabric.device.type}")
+        self.on_rank_zero(directory.open, f"{self.fabric.world_size} x {self.fabric.device.type}")
         self.on_rank_zero(self.console.open_log, directory.path)
         if not self.config.fast_run:  # the directory is soon gone
             self.console.print(f"run directory {directory.path}")
@@ -246,13 +247,12 @@ class Run:
         """Passes the numbers of a row to the loggers. Prints a row with the best value, which a validation has given.
         Raises RunError if the loss is not finite."""
         self.open()  # a resume may begin with it
-        step = self.state["step"]
         self.check_loss(row["train/loss"])
         scalars = scalars_of(row)
         if "best" in row:
-            self.console.table(scalars, step)
+            self.console.table(scalars, self.state["step"])
         self.console.show(scalars)
-        self.on_rank_zero(self.directory.log, scalars, step)
+        self.on_rank_zero(self.directory.log, scalars)
 
     def end_report(self, is_best: bool):
         """Ends what is due after a step. Makes it best.ckpt if it `is_best`, and checkpoints are not switched off. The
@@ -298,12 +298,13 @@ class Run:
             "step": step,
             "entries": self.built.entries,
             "optimizers": self.built.optimizers,
+            "fixed": marked(self.config, "fixed"),
             "data": self.data,
             "config": self.directory.config_text,
             "code": SOURCES,
         }
         path = checkpoints.best_of(run_dir) if is_best else checkpoints.path_of(run_dir, step)
-        self.on_rank_zero(self.directory.write_checkpoint, state, contents, path)
+        self.on_rank_zero(self.directory.write_checkpoint, contents, path)
         self.saved = self.place()
 
     def check_loss(self, loss: float):
@@ -341,7 +342,7 @@ class Run:
         has_model = self.resume.is_finished and not self.is_open  # there was no step left
         if self.directory.path and not (self.is_stopped or has_model):
             weights = checkpoints.contents_of({"model": state["model"]})["model"]
-            self.on_rank_zero(self.directory.write_model, state, weights)
+            self.on_rank_zero(self.directory.write_model, weights)
         self.print_end()
         return PREEMPTED if self.is_stopped else 0
 

@@ -37,7 +37,8 @@ class RunDir:
         path: The directory; None for a new run, until `make`.
         makers: A function for each logger, which makes it from the directory, the last step whose row stays, and the
             options. Append one, before the first step, to log to another place.
-        summary: What summary.json has beside the numbers of `state`.
+        state: That of the run. Its numbers are in summary.json.
+        summary: What summary.json has beside them.
     """
 
     def __init__(self, config: Any, resources: ExitStack):
@@ -49,7 +50,7 @@ class RunDir:
         self.loggers: list = []
         self.summary: dict = {"last": {}}
         self.began = time.monotonic()
-        self.has_saved = False
+        self.state: dict = {}
 
     # ---- before the first step is done
 
@@ -85,23 +86,20 @@ class RunDir:
         except OSError as error:  # some network file systems have no locks
             print(f"{self.path} cannot be locked ({error.strerror}): make sure that no other process resumes it")
 
-    def open(self, state: dict, devices: str):
-        """Writes config and provenance, and opens the loggers.
-
-        Args:
-            state: Its numbers are in summary.json. Rows up to its step stay, but not its own if that is still due.
-            devices: On what the run computes, in words.
-        """
+    def open(self, devices: str):
+        """Writes config and provenance, and opens the loggers. `devices` says on what the run computes."""
         for path in self.path.glob("checkpoints/*.tmp"):  # of a kill; may be large
             if not path.is_dir():
                 path.unlink()
-        self.write_summary(state, "running")  # before the config: a finished run that becomes longer is not finished
+        self.write_summary("running")  # before the config: a finished run that becomes longer is no longer finished
         self.write_config()
         for name in ("checkpoints", "logs", "provenance"):
             (self.path / name).mkdir(exist_ok=True)
         write_provenance(self.path, devices)
-        self.resources.push(partial(self.close, state))
-        last_step = state["step"] - 1 if state["due"] else state["step"]
+        self.resources.push(self.close)
+        last_step = self.state["step"]
+        if self.state["due"]:  # its own row comes again
+            last_step -= 1
         for make in self.makers:
             logger = make(self.path, last_step, self.config)
             self.loggers.append(logger)
@@ -113,36 +111,36 @@ class RunDir:
         with atomically(self.path / "config.yaml") as file:
             file.write(self.config_text)
 
-    def write_summary(self, state: dict, status: str):
+    def write_summary(self, status: str):
         """Writes summary.json; `status` is running, finished, interrupted or failed."""
         self.summary |= {"state": status, "seconds": time.monotonic() - self.began}
-        numbers = {name: value for name, value in state.items() if isinstance(value, (int, float, str, type(None)))}
+        plain = (int, float, str, type(None))
+        numbers = {name: value for name, value in self.state.items() if isinstance(value, plain)}
         write_json(self.path / "summary.json", numbers | self.summary)
 
-    def log(self, scalars: dict, step: int):
+    def log(self, scalars: dict):
         """Passes a row to the loggers."""
         self.summary["last"] |= scalars
         for logger in self.loggers:
-            logger.log_metrics(scalars, step)
+            logger.log_metrics(scalars, self.state["step"])
 
-    def write_checkpoint(self, state: dict, contents: dict, path: Path):
-        """Writes a checkpoint of the state, and deletes all step-*.ckpt but the newest `num_checkpoint_keep`."""
+    def write_checkpoint(self, contents: dict, path: Path):
+        """Writes a checkpoint, and deletes all step-*.ckpt but the newest `num_checkpoint_keep`."""
         for logger in self.loggers:
             logger.save()  # first the rows before this checkpoint: a resume needs them
         seconds = time.monotonic() - self.began
         contents["checkpoint"]["summary"] = {"seconds": seconds, "last": self.summary["last"]}
-        checkpoints.save(path, contents, is_first=not self.has_saved)
-        self.has_saved = True
+        checkpoints.save(path, contents)
         checkpoints.remove_old(self.path, self.config.num_checkpoint_keep)
-        self.summary["checkpoint"] = state["step"]
-        self.write_summary(state, "running")
+        self.summary["checkpoint"] = self.state["step"]
+        self.write_summary("running")
 
-    def write_model(self, state: dict, weights: dict):
+    def write_model(self, weights: dict):
         """Writes model.pt, and then summary.json, which makes the run a finished one."""
         with atomically(self.path / "model.pt", "wb") as file:
             torch.save(with_tensors(Tensor.cpu, weights), file)
         self.write_config()  # with fewer steps than the run has made, `open` was not called
-        self.write_summary(state, "finished")
+        self.write_summary("finished")
 
     # ---- at the end
 
@@ -156,10 +154,10 @@ class RunDir:
             return f"python train.py --resume {path}"
         return f"python test.py --out_dir {path}{'' if self.has_best() else ' --checkpoint last'}"
 
-    def close(self, state: dict, kind, error: BaseException | None, trace):  # the last three are those of __exit__
+    def close(self, kind, error: BaseException | None, trace):  # the arguments of __exit__
         if self.summary["state"] == "finished":
             return
         if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):
             error.add_note(f"the checkpoints are whole, continue with: {self.next_command(False)}")
         with suppress(OSError) if error else as_run_error():  # the first error is the one to tell
-            self.write_summary(state, "failed" if isinstance(error, Exception) else "interrupted")
+            self.write_summary("failed" if isinstance(error, Exception) else "interrupted")

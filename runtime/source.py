@@ -46,7 +46,11 @@ def write_provenance(run_dir: Path, devices: str):
         file.flush()
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(GIT_STATUS, shell=True, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL, timeout=10)
-    for name, code in CODE.items():  # the same bytes as those of an earlier start with the same files
-        copy = folder / name
+    if folder.exists():  # of an earlier start with the same files
+        return
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    for name, code in CODE.items():
+        copy = unfinished / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(code)
+    unfinished.rename(folder)

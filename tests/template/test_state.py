@@ -217,12 +217,12 @@ ONE_CYCLE = "scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.b
 
 
 def test_a_scheduler_in_state_is_resumed_whatever_it_sets_in_the_groups(program: Path, tmp_path: Path):
-    """With more epochs, within its length, and with another rate as built, which the scheduler replaces by its own."""
+    """With more epochs, within its length."""
     replace(program, "optimizer", f"{ADAMW.format(SETTINGS)}\n    {ONE_CYCLE}")
     insert_before(program, "state", '"scheduler": scheduler,')
     replace(program, "learning rate", "")
     insert_after(program, "optimizer steps", "scheduler.step()")
-    folders = ended_and_resumed(f"{program}/train.py {CONSTANT}", tmp_path, options="--base_lr 0.1")
+    folders = ended_and_resumed(f"{program}/train.py {CONSTANT}", tmp_path)
     (expected,), (now,) = (checkpoint(folder, "step-00000016")["optimizer"]["param_groups"] for folder in folders)
     assert now == expected and now["betas"][0] < 0.95
 
