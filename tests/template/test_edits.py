@@ -14,7 +14,6 @@ from helpers import (
     SMALL,
     assert_told_by_ranks,
     call,
-    execute,
     history,
     refused,
     run,
@@ -48,14 +47,9 @@ def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(program: Path
 
 
 def test_an_option_that_was_deleted_does_not_make_old_runs_unreadable(program: Path, cwd: Path):
-    """The lists of config.py must not name it any more."""
     call(f"train.py {SMALL} --epochs 1", cwd)
     replace(program, "dropout option", "")
     replace(program, "use of dropout", "config.width)")
-    error = call(f"{program}/train.py", cwd, code=2).stderr
-    assert error == "train.py: error: dropout: is in a list of config.py, but is no option\n"
-    path = program / "config.py"
-    path.write_text(re.sub(r' +"dropout"(: 1)?,\n', "", path.read_text()))
     done = call(f"{program}/train.py --resume auto --epochs 2", cwd)
     assert "finished after 8 of 8" in done.stdout
     assert "on 380 test samples" in call(f"{program}/test.py --accelerator cpu", cwd).stdout
@@ -154,7 +148,7 @@ def with_datasets(program: Path, change: str) -> None:
         ("found = None", "datasets.items()", "AttributeError: 'NoneType' object has no attribute 'items'"),
         (
             "found['train'] = WithoutLength(found['train'])",
-            "len(dataset)",
+            "len(each)",
             "TypeError: object of type 'WithoutLength' has no len()",
         ),
     ],
@@ -275,16 +269,15 @@ def test_a_backward_pass_mistake_changes_nothing_of_a_run_that_is_resumed(fails_
 
 
 LOSS = "F.cross_entropy(logits, targets)"
-NO_GRADIENT = "`loss` has no gradient: was it detached, made a number by .item(), or is the whole model frozen?"
+NO_GRADIENT = "RuntimeError: element 0 of tensors does not require grad"
 
 
 @pytest.mark.parametrize("options", ["--devices 1", "--devices 2", "--devices 2 --micro_batch_size 16"])
-def test_a_wholly_frozen_model_is_told_in_one_line(options: str, program: Path, cwd: Path):
+def test_a_wholly_frozen_model_is_told_by_torch_or_fabric(options: str, program: Path, cwd: Path):
     insert_before(program, "set up model", "model.requires_grad_(False)")
     error = refused(f"{program}/train.py {SMALL} --effective_batch_size 64 {options}", cwd)
     is_accumulating = "16" in options  # which Fabric refuses before there is a loss
-    words = "is wrapped in `DistributedDataParallel`" if is_accumulating else "is the whole model frozen?\n"
-    assert words in error and ("Traceback" in error) == is_accumulating
+    assert ("is wrapped in `DistributedDataParallel`" if is_accumulating else NO_GRADIENT) in error
 
 
 @pytest.mark.parametrize("options", ["", NO_VALIDATION, ON_2])
@@ -321,18 +314,9 @@ def test_a_validation_leaves_a_model_in_the_mode_it_was_in(precision: str, progr
 @pytest.mark.parametrize(
     "values, words",
     [
-        (LOSS, "must return, first, a dict of means with one named `loss`, not a Tensor"),
-        (
-            f'{{"nll": {LOSS}, "z": 1.0}}',
-            "must return, first, a dict of means with one named `loss`, but it has nll, z",
-        ),
-        (
-            f'{{"loss": {LOSS}, "each": logits[:4]}}',
-            "`each` is not a number or a tensor of one, but a tensor of shape (4, 10)",
-        ),
+        (LOSS, "must return, first, a dict with one named `loss`, not a Tensor"),
+        (f'{{"loss": {LOSS}, "each": logits[:4]}}', "`each` is not a number or a tensor of one, but tensor([["),
         (f'{{"loss": {LOSS}, "name": "text"}}', "`name` is not a number or a tensor of one, but 'text'"),
-        (f'{{"loss": {LOSS}.detach()}}', NO_GRADIENT),
-        (f'{{"loss": {LOSS}.item()}}', NO_GRADIENT),
         (f'{{"loss": {LOSS}, "grad_norm": 1.0}}', "`grad_norm` is logged by train.py: give this value another name"),
         (f'{{"loss": {LOSS} / 0}}', "`loss` is inf in the first step"),
     ],
@@ -345,10 +329,27 @@ def test_what_compute_loss_must_return_is_told_in_one_line(
     assert error.startswith(f"train.py: error: compute_loss: {words}") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("options", ["", NO_VALIDATION])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (f'{{"nll": {LOSS}, "z": 1.0}}', "KeyError: 'loss'"),
+        (f'{{"loss": {LOSS}.detach()}}', NO_GRADIENT),
+        (f'{{"loss": {LOSS}.item()}}', "AttributeError: 'float' object has no attribute 'backward'"),
+    ],
+)
+def test_a_loss_that_is_missing_or_has_no_gradient_is_told_at_the_backward_pass(
+    values: str, words: str, options: str, program: Path, cwd: Path
+):
+    replace(program, "values", values)
+    error = refused(f"{program}/train.py {SMALL} {options}", cwd)
+    assert_traceback(error, program, 'fabric.backward(values["loss"] / plan.grad_accum_steps)', words)
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_ends_each_of_them_in_one_line(program: Path, cwd: Path):
     replace(program, "values", f'{{"loss": {LOSS} / (0 if __import__("os").environ.get("LOCAL_RANK") == "1" else 1)}}')
     error = refused(f"{program}/train.py {SMALL} {ON_2} {NO_VALIDATION}", cwd)
-    assert_told_by_ranks(error, "compute_loss: `loss` is inf in the first step")
+    assert_told_by_ranks(error, "compute_loss: `loss` is inf in the first step of this process")
 
 
 # ---- loss and monitor
@@ -394,12 +395,13 @@ class Seven(__import__("torchmetrics").MeanMetric):
 
 
 @pytest.mark.parametrize("devices", ["", ON_2])
-def test_a_metric_wins_over_a_value_of_compute_loss_of_the_same_name(devices: str, program: Path, cwd: Path):
-    """In validation and test.py; in training there are no metrics."""
+def test_a_metric_of_the_name_of_a_value_of_compute_loss_is_refused(devices: str, program: Path, cwd: Path):
+    """`val/loss` would be the metric: a run that monitors it would keep the worst checkpoint as the best."""
     insert_before(program, "build_metrics", SEVEN)
     replace(program, "metrics", '{"accuracy": accuracy, "loss": Seven()}')
-    execute(f"{program}/train.py {SMALL} --epochs 1 {devices}", cwd)
-    (row,) = history(cwd)
-    assert float(row["val/loss"]) == 7 and float(row["train/loss"]) < 3
-    execute(f"{program}/test.py --accelerator cpu {devices}", cwd)
-    assert json.loads((run_dir(cwd) / "test_test_best.json").read_text())["results"]["loss"] == 7
+    error = refused(f"{program}/train.py {SMALL} {devices}", cwd)
+    words = "compute_loss and build_metrics both have 'loss': give one of them another name"
+    if devices:
+        assert_told_by_ranks(error, words)
+    else:
+        assert error == f"train.py: error: {words}\n"
