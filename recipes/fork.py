@@ -187,11 +187,12 @@ def fill(run: RunDir, path: Path, saved: dict, digest: str):
     """Writes the files of a fork; config.yaml, which makes a directory a run, is the last one."""
     about = saved["checkpoint"]
     about["config"] = run.config_text
+    about["fixed"] = marked(run.config, "fixed")
     step = about["step"]
     parent = path.parent.parent
     for name in ("checkpoints", "logs/csv", "provenance"):
         (run.path / name).mkdir(parents=True)
-    checkpoints.save(checkpoints.path_of(run.path, step), saved, is_first=True)
+    checkpoints.save(checkpoints.path_of(run.path, step), saved)
     rows = parent / "logs" / "csv" / "metrics.csv"
     if rows.is_file():
         shutil.copy(rows, run.path / "logs" / "csv")
@@ -202,7 +203,8 @@ def fill(run: RunDir, path: Path, saved: dict, digest: str):
     write_json(run.path / "provenance" / "parent.json", {"path": str(path), "step": step, "sha256": digest})
     run.summary |= about["summary"] | {"checkpoint": step}
     run.began -= run.summary["seconds"]
-    run.write_summary(saved, "interrupted")
+    run.state = saved
+    run.write_summary("interrupted")
     run.write_config()
 
 

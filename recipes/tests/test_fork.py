@@ -305,10 +305,10 @@ def test_a_mistake_is_one_line_and_nothing_is_made(options, message, parent, tmp
     kept = tmp_path / "kept"
     kept.mkdir()
     content = (parent / STEP_8).read_bytes()
-    middle = len(content) // 2
-    (kept / "cut.ckpt").write_bytes(content[:middle])
-    (kept / "flipped.ckpt").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     saved = torch.load(parent / STEP_8, weights_only=True)
+    (kept / "cut.ckpt").write_bytes(content[: len(content) // 2])
+    weight = content.index(saved["model"]["layers.0.weight"].numpy().tobytes())  # what is between tensors, nobody reads
+    (kept / "flipped.ckpt").write_bytes(content[:weight] + bytes([content[weight] ^ 1]) + content[weight + 1 :])
     saved["checkpoint"]["format"] -= 1
     torch.save(saved, kept / "old.ckpt")
     (kept / "empty").mkdir()

@@ -85,7 +85,7 @@ POINTS = {
     "next batch": ("runtime/meters.py", "        batch = next(batches)\n"),
     "format": ("runtime/checkpoints.py", "FORMAT = 5"),
     "checkpoint is chosen": ("runtime/checkpoints.py", "    damaged = []\n"),
-    "checkpoint is written": ("runtime/rundir.py", "        checkpoints.save(path, contents, "),
+    "checkpoint is written": ("runtime/rundir.py", "        checkpoints.save(path, contents)\n"),
     "run ends": (
         "runtime/rundir.py",
         '        if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):\n',
