@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -196,10 +195,8 @@ def load(build, step: int, rank: int = 0, world_size: int = 1, num_workers: int 
     train = build()["train"]
     train[0]  # as the training process does before it starts workers
     sampler = sampler_of(train, rank, world_size, step)
-    with ExitStack() as resources:
-        fabric = Fabric(accelerator="cpu", devices=1)
-        loader = Loader(fabric, train, sampler, TrainConfig(num_workers=num_workers), resources)
-        return [(images.tolist(), targets.tolist()) for images, targets in loader]
+    loader = Loader(Fabric(accelerator="cpu", devices=1), train, sampler, TrainConfig(num_workers=num_workers))
+    return [(images.tolist(), targets.tolist()) for images, targets in loader]
 
 
 def test_the_samples_depend_neither_on_workers_nor_on_devices_nor_on_a_resume(build, files: Path):
