@@ -2,8 +2,10 @@
 
 import math
 import re
+import shlex
 from importlib.util import find_spec
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from runtime.checkpoints import describe_optimizers, fixed_tensors, has_storage,
 from runtime.errors import ConfigError, RunError
 from runtime.loggers import scalars_of
 from runtime.ranks import difference
+from runtime.source import ROOT
 
 # What a checkpoint or summary.json has by itself.
 RESERVED = ("checkpoint", "ended", "last", "micro_batch_size", "parameters", "precision", "seconds", "state")
@@ -135,6 +138,22 @@ class AsBuilt:
                     f"state[{name!r}] trains other parameters than before the first step, so a resume could not "
                     "restore it: add all groups before, those of later with a learning rate of 0"
                 )
+
+
+def check_loss(loss: float, step: int, hint: str):
+    """Raises RunError if the loss of the steps up to this one is not finite."""
+    if not math.isfinite(loss):
+        raise RunError(
+            f"the loss is {loss} in the steps up to {step}; {hint}, or try a lower learning rate, or clip the gradient"
+        )
+
+
+def where_to_look(config: Any, run_dir: Path, step: int) -> str:
+    """How to find the first step that went wrong."""
+    if config.fast_run or not (ROOT / "recipes" / "replay.py").exists():
+        return "find the first such step by --log_interval 1"
+    words = shlex.join([str(run_dir), "--step", str(step)])
+    return f"look into the first such step with: python recipes/replay.py {words}"
 
 
 def check_weights(fabric: Fabric, state: dict, step: int, hint: str):

@@ -25,6 +25,7 @@ class CSVLogger:
     def __init__(self, run_dir: Path, last_step: int, config: Any):
         self.path = run_dir / "logs" / "csv" / "metrics.csv"
         self.path.parent.mkdir(exist_ok=True)
+        self.columns: list = []
         try:
             rows = self.read()
             if rows and None in rows[-1].values():

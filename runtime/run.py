@@ -1,8 +1,6 @@
 """A run: how it begins or is resumed, which step is next, when it saves, and how it ends."""
 
 import gc
-import math
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from runtime.checks import (
     AsBuilt,
     check_gradients,
     check_loggers,
+    check_loss,
     check_monitor,
     check_order,
     check_state,
@@ -27,6 +26,7 @@ from runtime.checks import (
     check_values,
     check_weights,
     sums_of_bits,
+    where_to_look,
 )
 from runtime.console import Console, header, size_of
 from runtime.errors import ConfigError, RunError
@@ -39,7 +39,7 @@ from runtime.ranks import OnRankZero, StopSignals, check_ranks, difference, hand
 from runtime.resume import Resume
 from runtime.rundir import RunDir
 from runtime.runs import newest_run, read_summary
-from runtime.source import ROOT, SOURCES
+from runtime.source import SOURCES
 from runtime.terminal import say
 
 
@@ -247,10 +247,11 @@ class Run:
         """Passes the numbers of a row to the loggers. Prints a row with the best value, which a validation has given.
         Raises RunError if the loss is not finite."""
         self.open()  # a resume may begin with it
-        self.check_loss(row["train/loss"])
+        step = self.state["step"]
+        check_loss(row["train/loss"], step, where_to_look(self.config, self.directory.path, step))
         scalars = scalars_of(row)
         if "best" in row:
-            self.console.table(scalars, self.state["step"])
+            self.console.table(scalars, step)
         self.console.show(scalars)
         self.on_rank_zero(self.directory.log, scalars)
 
@@ -291,8 +292,9 @@ class Run:
         for name, value in contents.items():
             check_value(value, f"state[{name!r}]")
         total, _ = contents["means"].get("loss", (0, 0))
-        self.check_loss(total)
-        check_weights(self.fabric, state, step, self.where_to_look())
+        hint = where_to_look(self.config, run_dir, step)
+        check_loss(total, step, hint)
+        check_weights(self.fabric, state, step, hint)
         contents["checkpoint"] = {
             "format": checkpoints.FORMAT,
             "step": step,
@@ -306,21 +308,6 @@ class Run:
         path = checkpoints.best_of(run_dir) if is_best else checkpoints.path_of(run_dir, step)
         self.on_rank_zero(self.directory.write_checkpoint, contents, path)
         self.saved = self.place()
-
-    def check_loss(self, loss: float):
-        """Raises RunError if the loss of the steps up to this one is not finite."""
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the loss is {loss} in the steps up to {self.state['step']}; {self.where_to_look()}, or try a lower "
-                "learning rate, or clip the gradient"
-            )
-
-    def where_to_look(self) -> str:
-        """How to find the first step that went wrong."""
-        if self.config.fast_run or not (ROOT / "recipes" / "replay.py").exists():
-            return "find the first such step by --log_interval 1"
-        words = shlex.join([str(self.directory.path), "--step", str(self.state["step"])])
-        return f"look into the first such step with: python recipes/replay.py {words}"
 
     # ---- at the end
 
