@@ -29,7 +29,8 @@ from data import build_datasets
 from model import Model
 from runtime.launch import run_and_exit
 from runtime.loader import Loader, TrainSampler, eval_batches, seeder
-from runtime.meters import Means, clip_gradients, set_lr, unscale_gradients
+from runtime.meters import Means
+from runtime.optim import clip_gradients, set_lr, unscale_gradients
 from runtime.run import Run, run_training
 from utils import Plan, make_plan, update_best
 

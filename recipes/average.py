@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fork import read  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
-from runtime import cli  # noqa: E402
+from runtime import cli, options  # noqa: E402
 from runtime.checkpoints import regular_checkpoints  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import as_run_error, atomically  # noqa: E402
@@ -69,7 +69,7 @@ def average(states: list[dict]) -> dict:
 
 def parse(cls: type, argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
-    parser = cli.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out_dir", required=True, metavar="RUN", help="a run directory, or its name without the time")
     parser.add_argument("--root_dir", default=".", help="directory that holds the run directories")
     parser.add_argument("--num", type=int, required=True, help="number of checkpoints")

@@ -34,7 +34,7 @@ from simple_parsing import replace
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
 from config import TrainConfig  # noqa: E402
-from runtime import checkpoints, cli  # noqa: E402
+from runtime import checkpoints, cli, config_file, options  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import write_json  # noqa: E402
 from runtime.launch import build_in_turn, run_and_exit  # noqa: E402
@@ -58,7 +58,7 @@ class Built(Exception):
 
 def read(path: Path) -> tuple[dict, str]:
     """The contents of a checkpoint, and its SHA-256. Raises ConfigError if it cannot be forked."""
-    with cli.errors_of(str(path)), open(path, "rb") as file:
+    with config_file.errors_of(str(path)), open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         opened = Path(f"/dev/fd/{file.fileno()}")  # the same file, also if the parent deletes it meanwhile
         if not checkpoints.is_whole(opened) or checkpoints.step_of(opened) < 0:
@@ -81,8 +81,8 @@ def read_first(paths: list[Path]) -> tuple[Path, dict, str] | None:
 
 def config_of(path: Path, saved: dict) -> TrainConfig:
     """The options of a checkpoint."""
-    with cli.errors_of(f"config of {path}"):
-        return cli.config_of(TrainConfig, saved["checkpoint"]["config"])
+    with config_file.errors_of(f"config of {path}"):
+        return config_file.config_of(TrainConfig, saved["checkpoint"]["config"])
 
 
 def fabric_on_cpu() -> Fabric:
@@ -215,7 +215,7 @@ def parse(cls: type, argv: list[str]) -> tuple[Path, dict]:
         sys.exit()
     if not argv or argv[0].startswith("-"):
         raise ConfigError("expected a checkpoint or a run, and then the options; --help says more")
-    given = cli.parse(cls, argv[1:])
+    given = options.parse(cls, argv[1:])
     for name in ("resume", "config_path", "fast_run"):
         if name in given:
             raise ConfigError(f"--{name}: does not go with a fork")

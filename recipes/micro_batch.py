@@ -24,7 +24,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 from config import TrainConfig  # noqa: E402
-from runtime import cli  # noqa: E402
+from runtime import cli, options  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 
 OWN = ("micro_batch_size", "fast_run")  # options that train.py gets from here
@@ -36,7 +36,7 @@ NOTE = "out of memory: try a smaller --micro_batch_size"  # in the last lines of
 def parse(words: list[str]) -> TrainConfig:
     """The config of a rehearsal with these options of train.py. Raises ConfigError."""
     for name in OWN:
-        if name in cli.parse(TrainConfig, words):
+        if name in options.parse(TrainConfig, words):
             raise ConfigError(f"--{name}: is given to train.py by this script")
     config = cli.parse_train(TrainConfig, [*words, f"--fast_run={STEPS}"])
     if config.num_nodes > 1 or os.environ.get("WORLD_SIZE", "1") != "1":

@@ -40,7 +40,7 @@ from fork import config_of, fork, read_first  # noqa: E402
 
 import train  # noqa: E402
 from config import TrainConfig  # noqa: E402
-from runtime import cli  # noqa: E402
+from runtime import cli, config_file, options  # noqa: E402
 from runtime import run as runtime_run  # noqa: E402
 from runtime.checkpoints import checkpoints_of, load, named_tensors, step_of  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
@@ -293,10 +293,10 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     summary = read_summary(run_dir)
     if summary.get("state") == "finished" and args.step > summary["step"]:
         raise ConfigError(f"--step {args.step}: the last step of {run_dir} is {summary['step']}")
-    config = cli.read_config(TrainConfig, run_dir)
+    config = config_file.read_config(TrainConfig, run_dir)
     later = [path for path in checkpoints_of(run_dir) if step_of(path) >= args.step]
     if later:  # was saved by the process that has trained the step; a resume may have changed options since
-        config = cli.config_of(TrainConfig, load(later[-1])["checkpoint"]["config"])
+        config = config_file.config_of(TrainConfig, load(later[-1])["checkpoint"]["config"])
     config = replace(
         config,
         out_dir="replay",
@@ -313,14 +313,14 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     say(f"replays {run_dir} from the beginning")
     path = Path(folder) / "replay"  # a run that was killed before its first checkpoint
     path.mkdir()
-    (path / "config.yaml").write_text(cli.to_yaml(config))
+    (path / "config.yaml").write_text(config_file.to_yaml(config))
     write_json(path / "summary.json", {"state": "interrupted"})
     return path
 
 
 def parse(cls: type, argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
-    parser = cli.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="a run directory, or its name without the time")
     parser.add_argument("--step", type=int, required=True, help="the step to look into, counted from 1")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is shown, and the batches, into a file")

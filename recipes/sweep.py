@@ -42,7 +42,7 @@ from runs import curve
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 from config import TrainConfig  # noqa: E402 - they import no torch
-from runtime import cli  # noqa: E402
+from runtime import cli, config_file, options  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.options import values_of  # noqa: E402
 from runtime.runs import named_folders, newest_run, read_summary  # noqa: E402
@@ -72,7 +72,7 @@ def distribution(name: str, choice: list | dict) -> Any:
     try:
         if isinstance(choice, list):
             return optuna.distributions.CategoricalDistribution(choice)
-        bounds = {key: cli.parse(TrainConfig, [f"--{name}={choice[key]}"])[name] for key in choice.keys() - {"log"}}
+        bounds = {key: options.parse(TrainConfig, [f"--{name}={choice[key]}"])[name] for key in choice.keys() - {"log"}}
         kinds = {float: optuna.distributions.FloatDistribution, int: optuna.distributions.IntDistribution}
         return kinds[type(bounds["low"])](**bounds, log=choice.get("log", False))
     except (KeyError, TypeError, ValueError) as error:  # such as a logarithm of 0
@@ -103,7 +103,7 @@ class Sweep:
         self.name = Path(args.file).stem
         self.tried: set[int] = set()  # points that this command has begun
         self.stopping = threading.Event()
-        with cli.errors_of(args.file):
+        with config_file.errors_of(args.file):
             content = yaml.safe_load(Path(args.file).read_text())
             if not isinstance(content, dict):
                 raise ConfigError("expected lines of `option: value`")
@@ -112,12 +112,12 @@ class Sweep:
             fixed = {name: value for name, value in content.items() if name not in choices}
             self.space = {name: distribution(name, choice) for name, choice in choices.items()}
         averaged = {name: self.space.pop(name).choices for name in AVERAGED if isinstance(choices.get(name), list)}
-        self.words = [*cli.words_of(fixed), *args.options]
+        self.words = [*config_file.words_of(fixed), *args.options]
         self.averaged = combinations(averaged)
         grid = combinations({key: getattr(of, "choices", None) or [of.low, of.high] for key, of in self.space.items()})
         self.points = [{}] * args.trials if dict in map(type, choices.values()) else grid  # what is not drawn of each
         configs = [
-            cli.parse_train(TrainConfig, self.words + cli.words_of(point | own))
+            cli.parse_train(TrainConfig, self.words + config_file.words_of(point | own))
             for point in grid
             for own in self.averaged
         ]
@@ -219,7 +219,7 @@ class Sweep:
     def run(self, trial: Trial, name: str, own: dict, output: TextIO, device, is_first: bool) -> tuple[int, bool]:
         """Runs train.py. Returns its exit code, and whether the pruner has stopped it."""
         link = [sys.executable, "-I", "-c", LINK] if sys.platform == "linux" else []
-        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *cli.words_of(own)]
+        command = [*link, sys.executable, str(REPO / "train.py"), *self.words, *config_file.words_of(own)]
         command += ["--out_dir", name, "--resume", "auto"]
         threads = max(1, (os.cpu_count() or 1) // self.args.jobs)
         env = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})

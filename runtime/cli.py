@@ -1,164 +1,27 @@
-"""The command line: options, YAML files, and what a launcher says.
+"""The command line, and what a launcher says.
 
 Options come from four sources, of which later ones win: the config of the run to resume, `--config_path` files, the
-launcher, the command line. simple_parsing parses them all, a file as if its lines were given as `--OPTION=VALUE`.
-Nothing here imports torch.
+launcher, the command line. Nothing here imports torch.
 """
 
 import ctypes
 import gc
-import logging
 import os
-import re
 import signal
 import sys
 import warnings
-from argparse import SUPPRESS
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
-from difflib import get_close_matches
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
-from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, replace
-from simple_parsing.helpers.serialization import to_dict
-from simple_parsing.utils import flatten_join
+from simple_parsing import replace
 
 import runtime.source  # noqa: F401 - it reads the source files now, before imports that take seconds
+from runtime.config_file import errors_of, read_config, read_yaml, words_of
 from runtime.errors import ConfigError
-from runtime.options import DEVICE_OPTIONS, MONITOR, NOT_EMPTY, check_together, fields_of, marked, values_of
+from runtime.options import DEVICE_OPTIONS, marked, parse, values_of
 from runtime.runs import find_run, newest_run
 from runtime.terminal import end, is_child_of_fabric, say
-
-CONFIG_END = "# This file is whole."  # the last line of a config.yaml
-
-# ---- options, wherever they come from
-
-
-class Parser(ArgumentParser):
-    """Raises ConfigError where argparse would print the usage and end the process."""
-
-    def add_argument_group(self, title: Any = None, description: Any = None, *args, **options):
-        # Of a class, simple_parsing gives the name and the docstring: the docstring is the better title.
-        return super().add_argument_group((description or title).strip(), None, *args, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def parse(cls: type, words: list[str]) -> dict:
-    """The options of a config class that are given, by name; those of a nested dataclass have its field's name and a
-    dot before their own. Raises ConfigError for an unknown option, or a value that is empty or of the wrong
-    type."""
-    logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
-    parser = Parser(
-        usage="%(prog)s [--OPTION VALUE ...]",
-        description=cls.__doc__,
-        allow_abbrev=False,
-        argument_generation_mode=ArgumentGenerationMode.NESTED,
-        nested_mode=NestedMode.WITHOUT_ROOT,
-    )
-    parser._negative_number_matcher = re.compile(r"-[\d.]+([eE][-+]?\d+)?$")  # before Python 3.14: without exponent
-    is_help = "--help" in words or "-h" in words
-    for group in cls.__bases__[::-1]:
-        default: Any = SUPPRESS  # so the parser returns the given options alone
-        if is_help:
-            defaults = cls()
-            default = group(**{each.name: getattr(defaults, each.name) for each in fields(group)})
-        parser.add_arguments(group, group.__name__, default=default)
-    found, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise ConfigError(unknown_word(unknown[0], cls))
-    given: dict = {}
-    for values in vars(found).values():
-        given |= values
-    for name in NOT_EMPTY:
-        if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
-            raise ConfigError(f"--{name}: must not be empty")
-    given = flatten_join(given)
-    for name in given:
-        if isinstance(given[name], str) and name.endswith(("_dir", "resume", "checkpoint")):
-            given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
-    check_together(given, MONITOR)
-    return given
-
-
-def unknown_word(word: str, cls: type) -> str:
-    """The message about a word of the command line that is neither an option nor a value."""
-    if not word.startswith("--"):
-        return f"{word}: neither an option, --NAME, nor a value that the option before it takes"
-    word = word.split("=")[0]
-    name = word.removeprefix("--").replace("-", "_")
-    options = fields_of(cls())
-    if word == f"--{name}" and name in options:
-        return f"{word}: is a field of {cls.__name__} itself; move it into one of the groups of config.py"
-    meant = [option for option in options if name and name in option] or get_close_matches(name, options, n=1)
-    hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
-    return f"unknown option {word}{hint}"
-
-
-class TextLoader(yaml.BaseLoader):
-    """Reads values as text, like those of the command line: YAML would take 1e-3 for a string, and 010 for 8. `null` is
-    None. A key that is given twice is refused; PyYAML would take the last."""
-
-    def construct_mapping(self, node, deep=False) -> dict:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"{name} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-TextLoader.add_implicit_resolver("null", re.compile(r"(null|Null|NULL|~|)$"), ["n", "N", "~", ""])
-TextLoader.add_constructor("null", lambda loader, node: None)
-
-
-def read_yaml(text: str) -> dict:
-    """The options in a YAML text by name, as text, lists of text, or None."""
-    options = yaml.load(text, TextLoader) or {}
-    if not isinstance(options, dict):
-        raise ConfigError("expected lines of `option: value`")
-    return flatten_join(options)
-
-
-def words_of(options: dict) -> list[str]:
-    """The options of a YAML file as those of a command line. One that is `null` is not given."""
-    words = []
-    for name, value in options.items():
-        if isinstance(value, list):
-            words += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            words.append(f"--{name}={value}")
-    return words
-
-
-def to_yaml(config: Any) -> str:
-    """The config as the text of config.yaml, without `resume` and `config_path`.
-
-    Raises:
-        ConfigError: An option has a type or value that would not be read back from the text.
-    """
-    with errors_of("an option cannot be kept in config.yaml"):
-        text = f"{yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)}{CONFIG_END}\n"
-        "".join(map(str, values_of(config).values())).encode()  # fails for a value that is not UTF-8
-        again = values_of(config_of(type(config), text))
-        for name, value in values_of(config).items():
-            found = again.get(name)
-            if found != value and str(found) != str(value):  # str: nan is not equal to itself
-                raise ConfigError(f"--{name} {value} would be read as {found}")
-    return text
-
-
-@contextmanager
-def errors_of(source: str) -> Iterator[None]:
-    """Turns what is wrong with a YAML text into a ConfigError that names its source."""
-    try:
-        yield
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{source}: {error}") from None
-
 
 # ---- launchers
 
@@ -194,28 +57,6 @@ def words_of_launcher() -> list[str]:
 
 
 # ---- the config of a process
-
-
-def read_config(cls: type, run_dir: Path) -> Any:
-    """The config that a run was trained with."""
-    path = run_dir / "config.yaml"
-    with errors_of(f"config of the run {path}"):
-        return config_of(cls, path.read_text())
-
-
-def config_of(cls: type, text: str) -> Any:
-    """The config in the text of a config.yaml. Options that are gone from the code are ignored, new ones take their
-    defaults; a line names each. Raises ConfigError if the text is damaged."""
-    if CONFIG_END not in text:
-        raise ConfigError("is damaged: its last line is missing")
-    defaults = cls()
-    known = values_of(defaults)
-    options = read_yaml(text)
-    for name in sorted(known.keys() - options.keys()):
-        say(f"--{name} {known[name]}: this option is new in the code")
-    for name in sorted(options.keys() - known.keys()):
-        say(f"--{name} {options.pop(name)}: this option is gone from the code, and ignored")
-    return replace(defaults, parse(cls, words_of(options)))
 
 
 def parse_train(cls: Any, argv: list[str]) -> Any:

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from simple_parsing import replace
 
-from runtime import cli
+from runtime import config_file
 from runtime.checkpoints import checkpoints_of, is_whole, load
 from runtime.errors import ConfigError, RunError
 from runtime.files import as_run_error, atomically, write_json
@@ -110,10 +110,10 @@ def run_test(test: Callable, build_datasets: Callable, config: Any, train_class:
     path, checkpoint = read_checkpoint(run_dir, config.checkpoint)
     about = checkpoint.get("checkpoint", {})  # model.pt has the weights alone
     if "config" in about:
-        with cli.errors_of(f"config in {path}"):
-            trained = cli.config_of(train_class, about["config"])
+        with config_file.errors_of(f"config in {path}"):
+            trained = config_file.config_of(train_class, about["config"])
     else:
-        trained = cli.read_config(train_class, run_dir)
+        trained = config_file.read_config(train_class, run_dir)
     if config.precision == "auto":
         config = replace(config, precision=trained.precision)
     if config.num_threads == 0:

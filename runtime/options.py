@@ -1,15 +1,21 @@
-"""Options: their bounds, what a resume cannot change, what may differ between machines. Nothing here imports torch."""
+"""Options: their bounds, what a resume cannot change, what may differ between machines, and how they are parsed.
+Nothing here imports torch."""
 
+import logging
+import os
+import re
 import shlex
+from argparse import SUPPRESS
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from math import inf
 from operator import ge, gt, lt
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from simple_parsing import field
+from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, field
 from simple_parsing.helpers.serialization import to_dict
 from simple_parsing.utils import flatten_join
 
@@ -79,6 +85,71 @@ def marked(config: Any, mark: str) -> dict:
     """The values of the options that have a mark, `fixed` or `per_host`."""
     values = values_of(config)
     return {name: values.get(name) for name, option in fields_of(config).items() if option.metadata.get(mark)}
+
+
+# ---- the command line
+
+
+class Parser(ArgumentParser):
+    """Raises ConfigError where argparse would print the usage and end the process."""
+
+    def add_argument_group(self, title: Any = None, description: Any = None, *args, **options):
+        # Of a class, simple_parsing gives the name and the docstring: the docstring is the better title.
+        return super().add_argument_group((description or title).strip(), None, *args, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse(cls: type, words: list[str]) -> dict:
+    """The options of a config class that are given, by name; those of a nested dataclass have its field's name and a
+    dot before their own. Raises ConfigError for an unknown option, or a value that is empty or of the wrong
+    type."""
+    logging.getLogger("simple_parsing").setLevel(logging.CRITICAL)  # it reports bad values a second time
+    parser = Parser(
+        usage="%(prog)s [--OPTION VALUE ...]",
+        description=cls.__doc__,
+        allow_abbrev=False,
+        argument_generation_mode=ArgumentGenerationMode.NESTED,
+        nested_mode=NestedMode.WITHOUT_ROOT,
+    )
+    parser._negative_number_matcher = re.compile(r"-[\d.]+([eE][-+]?\d+)?$")  # before Python 3.14: without exponent
+    is_help = "--help" in words or "-h" in words
+    for group in cls.__bases__[::-1]:
+        default: Any = SUPPRESS  # so the parser returns the given options alone
+        if is_help:
+            defaults = cls()
+            default = group(**{each.name: getattr(defaults, each.name) for each in fields(group)})
+        parser.add_arguments(group, group.__name__, default=default)
+    found, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ConfigError(unknown_word(unknown[0], cls))
+    given: dict = {}
+    for values in vars(found).values():
+        given |= values
+    for name in NOT_EMPTY:
+        if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
+            raise ConfigError(f"--{name}: must not be empty")
+    given = flatten_join(given)
+    for name in given:
+        if isinstance(given[name], str) and name.endswith(("_dir", "resume", "checkpoint")):
+            given[name] = os.path.expanduser(given[name])  # a shell does not, if it is in quotes
+    check_together(given, MONITOR)
+    return given
+
+
+def unknown_word(word: str, cls: type) -> str:
+    """The message about a word of the command line that is neither an option nor a value."""
+    if not word.startswith("--"):
+        return f"{word}: neither an option, --NAME, nor a value that the option before it takes"
+    word = word.split("=")[0]
+    name = word.removeprefix("--").replace("-", "_")
+    options = fields_of(cls())
+    if word == f"--{name}" and name in options:
+        return f"{word}: is a field of {cls.__name__} itself; move it into one of the groups of config.py"
+    meant = [option for option in options if name and name in option] or get_close_matches(name, options, n=1)
+    hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
+    return f"unknown option {word}{hint}"
 
 
 # ---- checks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime import checkpoints
 from runtime.checkpoints import with_tensors
-from runtime.cli import to_yaml
+from runtime.config_file import to_yaml
 from runtime.errors import ConfigError
 from runtime.files import as_run_error, atomically, lock, write_json
 from runtime.loggers import LOGGERS, finalize

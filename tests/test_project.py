@@ -38,7 +38,7 @@ import zygote  # noqa: E402
 zygote.FORK_RANKS = True
 
 import config  # noqa: E402
-from runtime import cli  # noqa: E402
+from runtime import cli, config_file  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.options import values_of  # noqa: E402
 
@@ -223,7 +223,7 @@ def contents(folder: Path) -> dict[str, str]:
                 summary.pop(measured)
             found[name] = json.dumps(summary, sort_keys=True)
         elif path.name == "config.yaml":
-            options = values_of(cli.read_config(config.TrainConfig, folder))
+            options = values_of(config_file.read_config(config.TrainConfig, folder))
             options.pop("num_workers", None)  # may change on a resume
             found |= {f"--{name}": repr(value) for name, value in options.items()}
         else:
@@ -722,7 +722,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
                 )
             shown(f"{words(place)}: 2 processes, random validation", f"{name} as far as {ratio:.1g} times another seed")
             continue
-        more = "" if name != cli.read_config(config.TrainConfig, whole.folder).monitor else MONITOR
+        more = "" if name != config_file.read_config(config.TrainConfig, whole.folder).monitor else MONITOR
         difference = assert_close(
             found,
             expected,
@@ -798,14 +798,14 @@ def test_every_option_has_a_valid_default_and_is_in_the_help(script: str, cls: t
 
 
 def test_the_defaults_can_be_written_and_read():
-    assert cli.config_of(config.TrainConfig, cli.to_yaml(config.TrainConfig())) == config.TrainConfig()
+    assert config_file.config_of(config.TrainConfig, config_file.to_yaml(config.TrainConfig())) == config.TrainConfig()
 
 
 def test_a_run_has_the_options_that_were_given(whole: Run, place, monkeypatch: pytest.MonkeyPatch):
     for name in os.environ.keys() - environment().keys():
         monkeypatch.delenv(name)  # as in the run
     given = cli.parse_train(config.TrainConfig, small(**place).split())
-    written = cli.read_config(config.TrainConfig, whole.folder)
+    written = config_file.read_config(config.TrainConfig, whole.folder)
     assert written == replace(given, num_threads=written.num_threads)  # torch may choose it
 
 

@@ -47,11 +47,11 @@ def source(tmp_path_factory) -> Path:
 MERGE = """
 import data, torch, train
 from pathlib import Path
-from runtime import cli
+from runtime import config_file
 from torch.nn.utils import parametrize
 
 run = Path("{folder}")
-config = cli.read_config(train.TrainConfig, run)
+config = config_file.read_config(train.TrainConfig, run)
 dataset = data.build_datasets(config, augment=False)["test"]
 model = train.build_model(config, dataset)
 model.load_state_dict(torch.load(run / "model.pt"))

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainConfig
-from runtime import checkpoints, cli, launch, meters, resume, terminal
+from runtime import checkpoints, cli, config_file, launch, meters, resume, terminal
 
 BIN = Path(sys.executable).parent
 FABRIC = Fabric(accelerator="cpu", devices=1)
@@ -398,9 +398,9 @@ def test_fabric_finds_slurm_by_its_tasks_and_takes_a_job_bash_for_a_shell(monkey
 
 
 def test_yaml_reads_text_alone_but_for_null():
-    """cli.TextLoader adds one resolver to the BaseLoader, which has none."""
+    """config_file.TextLoader adds one resolver to the BaseLoader, which has none."""
     text = "a: null\nb: ~\nc:\nd: 'null'\ne: 1e-3\nf: [NULL, 010, yes]\ng: nullable\n"
-    assert cli.read_yaml(text) == {
+    assert config_file.read_yaml(text) == {
         "a": None, "b": None, "c": None, "d": "null", "e": "1e-3", "f": [None, "010", "yes"], "g": "nullable",
     }  # fmt: skip
     assert yaml.load(text, yaml.BaseLoader)["a"] == "null"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import TrainConfig
 from data import build_datasets
-from runtime import launch, meters
+from runtime import launch, optim
 from runtime.resume import restored
 from train import build_model
 
@@ -110,8 +110,8 @@ def test_gradients_are_unscaled_before_their_norm_is_measured(max_norm):
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), fused=True))
     fabric.backward(3 * model.weight.sum())
     assert model.weight.grad.item() == 3 * 1024
-    meters.unscale_gradients(fabric, optimizer)
-    assert meters.clip_gradients(optimizer, max_norm).item() == 3
+    optim.unscale_gradients(fabric, optimizer)
+    assert optim.clip_gradients(optimizer, max_norm).item() == 3
     assert model.weight.grad.item() == pytest.approx(max_norm or 3, rel=1e-4)
 
 
@@ -169,8 +169,8 @@ def test_without_clipping_gradients_stay_as_they_are(value):
     model = fabric.setup_module(torch.nn.Linear(2, 1, bias=False))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     model.weight.grad = torch.tensor([[value, 1.0]])
-    meters.unscale_gradients(fabric, optimizer)  # there is no scaler
-    assert not meters.clip_gradients(optimizer, 0).isfinite()
+    optim.unscale_gradients(fabric, optimizer)  # there is no scaler
+    assert not optim.clip_gradients(optimizer, 0).isfinite()
     assert model.weight.grad[0, 1] == 1
 
 
