@@ -178,7 +178,7 @@ def test_a_rank_that_is_done_does_not_end_one_that_is_closing(tmp_path):
 
 def test_an_error_of_all_ranks_is_told_by_each_while_rank_0_closes_slowly(tmp_path):
     repo = insert_before(tmp_path / "repo", "run ends", CLOSES_SLOWLY)
-    insert_after(repo, "step is done", "if step == 6: run.check_loss(math.nan)")
+    insert_after(repo, "step is done", "if step == 6: run.log({'train/loss': math.nan})")
     one, zero = run(f"{repo}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr.splitlines()
     assert one.startswith("train.py: error: rank 1: the loss is nan in the steps up to 6; ")
     assert zero.startswith("train.py: error: rank 0: the loss is nan in the steps up to 6; ")

@@ -10,7 +10,8 @@ import pytest
 from helpers import REPO, SMALL, call, run
 
 from config import EvalConfig, TrainConfig
-from runtime.cli import parse_test, parse_train, read_config, to_yaml
+from runtime.cli import parse_test, parse_train
+from runtime.config_file import read_config, to_yaml
 from runtime.errors import ConfigError
 from runtime.options import values_of
 from runtime.runs import read_summary

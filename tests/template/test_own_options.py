@@ -13,7 +13,8 @@ from helpers import LONG, ON_2, REPO, SMALL, call, copied, history, killed_and_r
 
 import config
 from runtime import ranks
-from runtime.cli import parse_train, to_yaml
+from runtime.cli import parse_train
+from runtime.config_file import to_yaml
 from runtime.errors import ConfigError
 from runtime.options import check, non_negative, option, positive
 

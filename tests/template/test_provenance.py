@@ -10,7 +10,7 @@ from edits import REPO, copy_programs, insert_before, replace
 from helpers import SMALL, call, run_dir
 
 from config import TrainConfig
-from runtime.cli import read_config, to_yaml
+from runtime.config_file import read_config, to_yaml
 
 CSV = f"{SMALL} --lr_schedule constant --logger_name csv"
 
