@@ -92,7 +92,7 @@ class Replay:
         run.prepare = self.prepare  # type: ignore
         # They would end the run at a first loss that is not finite.
         runtime_run.check_values = lambda *args: None
-        Run.check_loss = lambda *args: None  # type: ignore
+        runtime_run.check_loss = lambda *args: None
         fetch, iterate = Loader.micro_batches, TrainSampler.__iter__
         Loader.micro_batches = lambda *place: self.number(fetch, *place)  # type: ignore
         TrainSampler.__iter__ = lambda sampler: map(self.keep_samples, iterate(sampler))  # type: ignore

@@ -133,6 +133,7 @@ def test_files_that_nobody_may_write_are_copied_at_each_start(edited, cwd):
 def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
     (code,) = codes(copy)
     (code / "train.py").write_text("")
+    code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
     call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
     assert codes(copy) == [code] and files(code) == files(program)
 
