@@ -47,7 +47,8 @@ from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import atomically, write_json  # noqa: E402
 from runtime.launch import run_and_exit  # noqa: E402
 from runtime.loader import Loader, TrainSampler, seeder  # noqa: E402
-from runtime.meters import Timer, as_scalars, clip_gradients, unscale_gradients  # noqa: E402
+from runtime.meters import Timer, as_scalars  # noqa: E402
+from runtime.optim import clip_gradients, unscale_gradients  # noqa: E402
 from runtime.run import Run  # noqa: E402
 from runtime.runs import find_run, read_summary  # noqa: E402
 from runtime.terminal import is_child_of_fabric, say  # noqa: E402
