@@ -77,13 +77,15 @@ class Batch:
     micro_batch_size: int = non_negative(0)  # Samples per forward pass of a device; 0: effective_batch_size / devices
     # Processes per device that load data; 0 loads in the main process, best for data in memory
     num_workers: int = non_negative(0, per_host=True)
+    # Leave out the incomplete last batch of an epoch; False: the last step of an epoch has fewer samples
+    drop_last: bool = option(True, fixed=True)
 
 
 @dataclass(frozen=True)
 class Optimization:
     """Optimization"""
 
-    # Passes over the training set, each without an incomplete last batch; may be a fraction
+    # Passes over the training set; may be a fraction
     epochs: float = positive(20.0)
     max_steps: int = non_negative(0)  # Optimizer steps of the whole run, instead of epochs
     base_lr: float = positive(4e-3)  # Learning rate for base_batch_size samples per step, see lr_scaling_rule
@@ -91,7 +93,7 @@ class Optimization:
     lr_scaling_rule: Literal["linear", "sqrt", "none"] = "linear"  # Scaling of base_lr with the effective batch size
     # Epochs, or a fraction of one, over which the learning rate rises from zero
     warmup_epochs: float = non_negative(1.0)
-    lr_schedule: Literal["cosine", "constant"] = "cosine"  # Learning rate after the warm-up
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"  # Learning rate after the warm-up
     weight_decay: float = non_negative(0.01)  # Weight decay of AdamW
     max_grad_norm: float = non_negative(0.0)  # Maximum norm of the gradient, clipped once per step; 0 does not clip
     # Stop after this many validations without a better `monitor`; 0 does not
@@ -160,7 +162,7 @@ class Evaluation:
     split: Literal["test", "val", "train"] = "test"  # The part of the dataset to evaluate on, never augmented
     data_dir: str = option("", per_host=True)  # Directory of the dataset's files; by default that of the training
     precision: Literal["auto", Precision] = "auto"  # As in train.py; auto: that of the training
-    batch_size: int = non_negative(0)  # Samples per forward pass of a device; 0: as in the training on one device
+    batch_size: int = non_negative(0)  # Samples per forward pass of a device; 0: as in the training
     num_workers: int = non_negative(0, per_host=True)  # Processes per device that load data
     # Write the metrics' arguments, such as logits, for each sample into predictions_*.pt
     predictions: bool = False

@@ -77,13 +77,17 @@ def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
 
 def schedule(config: TrainConfig, plan: Plan, step: int) -> float:
     """The factor of the learning rates in a step, counted from 1: a function of the step alone, so there is no state
-    to restore. recipes/README.md shows how to use a scheduler of torch."""
+    to restore. recipes/README.md shows how to use a scheduler of torch. The default of Hugging Face's Trainer is
+    `linear`, but its warm-up begins with a rate of 0."""
     done = step - 1  # steps
     if done < plan.warmup_steps:
         return step / (plan.warmup_steps + 1)
+    decay_step = done - plan.warmup_steps
+    decay_steps = plan.total_steps - plan.warmup_steps
     if config.lr_schedule == "cosine":  # Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts
-        angle = math.pi * (done - plan.warmup_steps) / (plan.total_steps - plan.warmup_steps)
-        return 0.5 * (1 + math.cos(angle))
+        return 0.5 * (1 + math.cos(math.pi * decay_step / decay_steps))
+    if config.lr_schedule == "linear":
+        return 1 - decay_step / decay_steps
     return 1.0
 
 
@@ -95,10 +99,10 @@ def validate(
     loader: Loader,
     metrics: MetricCollection,
     max_batches: int | None = None,
-    kept: list | None = None,
+    kept: Any = None,
 ) -> dict:
-    """The means of what compute_loss returns, and the metrics, over all samples or `max_batches` batches per rank. The
-    list `kept`, if there is one, gets the arguments of the metrics for each batch, on the CPU."""
+    """The means of what compute_loss returns, and the metrics, over all samples or `max_batches` batches per rank.
+    `kept`, of test.py, gets the arguments of the metrics for each batch."""
     if len(loader) == 0:  # --limit_val_batches 0
         return {}
     means = Means(fabric)
@@ -112,7 +116,7 @@ def validate(
         means.add(values, count)
         metrics.update(*outputs)
         if kept is not None:
-            kept.append([output.cpu() for output in outputs])
+            kept.append(outputs)
     for module, is_training in modes:  # a frozen part may have another mode than the whole
         module.train(is_training)
     return means.take(metrics.compute())  # waits for the device

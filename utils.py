@@ -18,6 +18,7 @@ class Plan:
     world_size: int
     micro_batch_size: int
     grad_accum_steps: int
+    last_batch_size: int  # of the last step of an epoch
     steps_per_epoch: int
     total_steps: int
     warmup_steps: float
@@ -55,12 +56,14 @@ class Plan:
         """What the header says of the plan."""
         micro_batches = f"{self.micro_batch_size} micro_batch_size x {self.grad_accum_steps} grad_accum_steps"
         epochs = self.total_steps / self.steps_per_epoch
+        is_smaller = self.last_batch_size < self.effective_batch_size
+        of_last = f", the last of {self.last_batch_size} samples" if is_smaller else ""
         scaled = f"scaled by rule {config.lr_scaling_rule}, after {self.warmup_steps:g} steps of warm-up"
         return [
             f"{self.train_samples:,} training samples, {self.val_samples:,} validation samples",
             f"effective_batch_size {self.effective_batch_size} = {self.world_size} device(s) x {micro_batches}",
             f"lr {self.peak_lr:g} = base_lr {config.base_lr:g} {scaled}",
-            f"{self.total_steps} steps = {epochs:g} epochs x {self.steps_per_epoch} steps",
+            f"{self.total_steps} steps = {epochs:g} epochs x {self.steps_per_epoch} steps{of_last}",
         ]
 
 
@@ -68,17 +71,26 @@ def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_s
     """The plan of a run. `saved_size` is the micro_batch_size of the run so far, or 0.
 
     Raises:
-        ConfigError: The effective batch size is larger than the training set, or is not divisible; or the warm-up is
-            longer than the run, so that the learning rate would never arrive.
+        ConfigError: The effective batch size is larger than the training set, or is not divisible; or the last step of
+            an epoch has too few samples; or the warm-up is longer than the run, so that the learning rate would never
+            arrive.
     """
     batch_size = config.effective_batch_size
     if batch_size > train_samples:
         raise ConfigError(f"--effective_batch_size {batch_size}: there are only {train_samples} training samples")
     micro_batch_size = choose_micro_batch_size(batch_size, config.micro_batch_size, saved_size, world_size)
-    per_epoch = limit(train_samples // batch_size, config.limit_train_batches)
+    grad_accum_steps = batch_size // (world_size * micro_batch_size)
+    whole_epoch, rest = divmod(train_samples, batch_size)
+    last_batch_size = batch_size
+    if rest and not config.drop_last:
+        whole_epoch += 1
+        last_batch_size = size_of_rest(rest, world_size * grad_accum_steps)
+    per_epoch = limit(whole_epoch, config.limit_train_batches)
+    if per_epoch < whole_epoch and not config.fast_run:  # which makes a step of this size, too
+        last_batch_size = batch_size
     total_steps = config.fast_run or config.max_steps or max(1, round(config.epochs * per_epoch))
     warmup_steps = config.warmup_epochs * per_epoch
-    if warmup_steps > total_steps and not (config.max_steps or config.fast_run):
+    if warmup_steps > total_steps and not config.fast_run:
         raise ConfigError(
             f"--warmup_epochs {config.warmup_epochs:g}: is {warmup_steps:g} steps, but the run has {total_steps}"
         )
@@ -89,7 +101,8 @@ def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_s
         effective_batch_size=batch_size,
         world_size=world_size,
         micro_batch_size=micro_batch_size,
-        grad_accum_steps=batch_size // (world_size * micro_batch_size),
+        grad_accum_steps=grad_accum_steps,
+        last_batch_size=last_batch_size,
         steps_per_epoch=per_epoch,
         total_steps=total_steps,
         warmup_steps=warmup_steps,
@@ -120,6 +133,20 @@ def choose_micro_batch_size(effective_batch_size: int, asked: int, saved: int, w
     if saved and not asked and largest % saved == 0:
         return saved
     return asked or largest
+
+
+def size_of_rest(rest: int, micro_batches: int) -> int:
+    """The size of an incomplete batch of `rest` samples that is cut into micro-batches of equal size.
+
+    Raises:
+        ConfigError: A micro-batch would have no sample.
+    """
+    if rest < micro_batches:
+        raise ConfigError(
+            f"--drop_last False: the last step of an epoch has {rest} sample(s) for {micro_batches} micro-batches; "
+            "give a larger --micro_batch_size, or another --effective_batch_size"
+        )
+    return rest // micro_batches * micro_batches
 
 
 def scale_lr(base_lr: float, effective_batch_size: int, base_batch_size: int, rule: str) -> float:

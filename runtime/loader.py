@@ -29,6 +29,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from runtime.errors import ConfigError
 from runtime.ranks import handle_signals
 
+LARGE = 10_000_000  # samples, from which on their order is computed index by index
+
 
 @dataclass
 class TrainSampler:
@@ -43,25 +45,97 @@ class TrainSampler:
     step: int = 0  # of the run, counted from 0
 
     def __iter__(self) -> Iterator:
-        epoch, step_in_epoch = divmod(self.step, self.plan.steps_per_epoch)
+        plan = self.plan
+        epoch, step_in_epoch = divmod(self.step, plan.steps_per_epoch)
+        order = self.order(epoch)
+        last_step = plan.steps_per_epoch - 1  # of an epoch, which may have fewer samples
+        needed = last_step * plan.effective_batch_size + plan.last_batch_size
+        if len(order) < needed:
+            raise ConfigError(f"an epoch needs {needed} indices, but {type(self.dataset).__name__} gives {len(order)}")
+        parts = plan.effective_batch_size // plan.micro_batch_size  # of a step
+        number = plan.steps_per_epoch * parts
+        for i in range(step_in_epoch * parts + self.rank, number, plan.world_size):
+            step, part = divmod(i, parts)
+            size = plan.last_batch_size // parts if step == last_step else plan.micro_batch_size
+            start = step * plan.effective_batch_size + part * size
+            yield epoch * number + i, order[start : start + size]
+
+    def order(self, epoch: int) -> Any:
+        """The indices of an epoch in their order."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"order {self.seed} {epoch}".encode()))
         if hasattr(self.dataset, "order"):
-            order = np.asarray(self.dataset.order(epoch, generator))
-        else:
-            order = torch.randperm(len(self.dataset), generator=generator).numpy()
-        size = self.plan.steps_per_epoch * self.plan.effective_batch_size
-        if len(order) < size:
-            raise ConfigError(f"an epoch needs {size} indices, but {type(self.dataset).__name__} gives {len(order)}")
-        micro_batches = order[:size].reshape(-1, self.plan.micro_batch_size)
-        first = step_in_epoch * self.plan.effective_batch_size // self.plan.micro_batch_size
-        for i in range(first + self.rank, len(micro_batches), self.plan.world_size):
-            yield epoch * len(micro_batches) + i, micro_batches[i]
+            return np.asarray(self.dataset.order(epoch, generator))
+        size = len(self.dataset)
+        if size < LARGE:
+            return torch.randperm(size, generator=generator).numpy()
+        return Permutation(size, generator)
 
 
-def eval_batches(num_samples: int, batch_size: int, fabric: Fabric) -> list:
+class Permutation:
+    """A random permutation of range(size), computed where it is read: it takes no memory, and no time before the first
+    index, but ten times as long for an index as torch.randperm.
+
+    A generalized Feistel network permutes the pairs (left, right) with left below `a` and right below `b`, where a * b
+    is hardly more than `size`; a number that is not below `size` is permuted again (Black & Rogaway 2002, "Ciphers with
+    arbitrary finite domains"). The function of a round is the finalizer of SplitMix64 (Steele et al. 2014)."""
+
+    def __init__(self, size: int, generator: torch.Generator):
+        self.size = size
+        self.a = math.isqrt(size - 1) + 1
+        self.b = -(-size // self.a)  # rounded up
+        self.keys = torch.randint(2**63 - 1, (6,), generator=generator).numpy().astype(np.uint64)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, positions: slice) -> np.ndarray:
+        numbers = self.permuted(np.arange(positions.start, positions.stop))
+        outside = numbers >= self.size
+        while outside.any():
+            numbers[outside] = self.permuted(numbers[outside])
+            outside = numbers >= self.size
+        return numbers
+
+    def permuted(self, numbers: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(numbers.astype(np.uint64), np.uint64(self.b))
+        for key in self.keys.reshape(-1, 2):
+            left = (left + mixed(right + key[0])) % np.uint64(self.a)
+            right = (right + mixed(left + key[1])) % np.uint64(self.b)
+        return (left * np.uint64(self.b) + right).astype(np.int64)
+
+
+def mixed(values: np.ndarray) -> np.ndarray:
+    """Numbers of 62 random bits, each a function of one of these."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return (values ^ (values >> np.uint64(31))) >> np.uint64(2)  # so that a sum does not overflow
+
+
+@dataclass
+class EvalBatches:
+    """The batches of a rank in an evaluation. A batch is a pair: the number of its first sample, and the indices of its
+    samples. All samples are cut into `rounds` batches per rank, whose sizes differ by one at most, and the ranks take
+    them in turn."""
+
+    num_samples: int
+    rounds: int
+    rank: int
+    world_size: int
+
+    def __len__(self) -> int:
+        return self.rounds
+
+    def __iter__(self) -> Iterator:
+        number = self.rounds * self.world_size
+        for i in range(self.rank, number, self.world_size):
+            size, larger = divmod(self.num_samples, number)  # the first batches have a sample more
+            first = i * size + min(i, larger)
+            yield first, np.arange(first, first + size + (i < larger))
+
+
+def eval_batches(num_samples: int, batch_size: int, fabric: Fabric) -> EvalBatches:
     """The batches of this rank in an evaluation: all ranks together have each sample once, in order. All have the same
-    number of batches, none of them empty; otherwise a rank would wait forever for the others. A batch is a pair: the
-    number of its first sample, and the indices of its samples.
+    number of batches, none of them empty; otherwise a rank would wait forever for the others.
 
     Args:
         num_samples: Number of samples.
@@ -75,10 +149,7 @@ def eval_batches(num_samples: int, batch_size: int, fabric: Fabric) -> list:
     if 0 < num_samples < world_size:
         raise ConfigError(f"--devices: {num_samples} samples are too few to evaluate on {world_size} processes")
     rounds = min(math.ceil(num_samples / (world_size * batch_size)), num_samples // world_size)
-    if rounds == 0:  # no samples
-        return []
-    parts = np.array_split(np.arange(num_samples), rounds * world_size)
-    return [(int(indices[0]), indices) for indices in parts[fabric.global_rank :: world_size]]
+    return EvalBatches(num_samples, rounds, fabric.global_rank, world_size)
 
 
 def seeder(device: str, tag: str, seed: int) -> Callable:

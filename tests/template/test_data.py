@@ -1,5 +1,6 @@
 """The order of the samples, their augmentation, and what a user's own dataset may look like."""
 
+import itertools
 import random
 import re
 import textwrap
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, random_spl
 from config import TrainConfig
 from data import ImageDataset, build_datasets
 from runtime.errors import ConfigError
-from runtime.loader import Loader, SeededBatches, TrainSampler, eval_batches
+from runtime.loader import Loader, Permutation, SeededBatches, TrainSampler, eval_batches
 from runtime.meters import Timer
 from utils import Plan, make_plan
 
@@ -25,14 +26,15 @@ SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6
 FABRIC = Fabric(accelerator="cpu", devices=1)
 
 
-def plan_of(samples: int, effective: int, micro: int, world_size: int = 1) -> Plan:
-    config = TrainConfig(effective_batch_size=effective, micro_batch_size=micro)
+def plan_of(samples: int, effective: int, micro: int, world_size: int = 1, drop_last: bool = True) -> Plan:
+    config = TrainConfig(effective_batch_size=effective, micro_batch_size=micro, drop_last=drop_last)
     return make_plan(config, samples, 1, world_size, 0)
 
 
-def train_sampler(rank=0, world_size=1, micro=MICRO, seed=42, epoch=0, step=0) -> TrainSampler:
+def train_sampler(rank=0, world_size=1, micro=MICRO, seed=42, epoch=0, step=0, drop_last=True) -> TrainSampler:
     """From a step of an epoch to the end of that epoch."""
-    sampler = TrainSampler(plan_of(SAMPLES, EFFECTIVE, micro, world_size), range(SAMPLES), rank, seed)
+    plan = plan_of(SAMPLES, EFFECTIVE, micro, world_size, drop_last)
+    sampler = TrainSampler(plan, range(SAMPLES), rank, seed)
     sampler.step = epoch * STEPS + step
     return sampler
 
@@ -70,6 +72,20 @@ def test_every_sample_at_most_once_per_epoch():
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_effective_batches_are_the_same_on_any_number_of_devices(world_size: int, micro: int):
     assert effective_batches(world_size, micro) == effective_batches(1, EFFECTIVE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("step", [0, 1, STEPS])
+def test_the_rest_of_an_epoch_is_a_step_of_equal_smaller_micro_batches(world_size: int, step: int):
+    """7 samples are left of 103, for 4 micro-batches: one sample each, on any number of devices."""
+    order = effective_batches(epoch=0)
+    steps = [list(train_sampler(rank, world_size, drop_last=False, step=step)) for rank in range(world_size)]
+    flat = [batch for turn in zip(*steps, strict=True) for batch in turn]
+    assert [len(indices) for _, indices in flat] == ([4] * 4 * STEPS + [1] * 4)[4 * step :]
+    assert [number for number, _ in flat] == list(range(4 * step, 4 * (STEPS + 1)))
+    samples = [int(index) for _, indices in flat for index in indices]
+    assert samples[: 16 * (STEPS - step)] == sum(order[step:], [])
+    assert len(set(samples)) == len(samples)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -172,6 +188,48 @@ def test_a_dataset_with_too_few_samples_for_an_epoch_is_refused():
     sampler.dataset = range(50)
     with pytest.raises(ConfigError, match="^an epoch needs 96 indices, but range gives 50$"):
         next(iter(sampler))
+
+
+# ---- the order of very many samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 100, 1217, 4095, 4096, 4097, 65536, 99_999])
+def test_a_permutation_has_each_index_once(size: int):
+    permutation = Permutation(size, torch.Generator().manual_seed(3))
+    assert len(permutation) == size
+    assert np.array_equal(np.sort(permutation[0:size]), np.arange(size))
+    parts = [permutation[i : min(i + 7, size)] for i in range(0, size, 7)]
+    assert np.array_equal(np.concatenate(parts), permutation[0:size])
+
+
+@pytest.mark.parametrize("size", [10, 16, 17, 257, 1024, 1217])
+def test_a_permutation_is_random(size: int):
+    """Over 500 seeds: the correlations of the place and the index, and of neighbours, are those of random permutations
+    (mean and deviation), one index is in its own place, and each half comes first as often."""
+    places = np.arange(size)
+    found = [Permutation(size, torch.Generator().manual_seed(seed))[0:size] for seed in range(500)]
+    of_place = np.array([np.corrcoef(places, order)[0, 1] for order in found]) * (size - 1) ** 0.5
+    assert abs(of_place.mean()) < 0.2 and abs(of_place.std() - 1) < 0.15
+    of_neighbours = np.array([np.corrcoef(order[:-1], order[1:])[0, 1] for order in found]) * size**0.5
+    assert abs(of_neighbours.mean() + size**-0.5) < 0.2
+    assert abs(np.mean([(order == places).sum() for order in found]) - 1) < 0.2
+    assert abs(np.mean([order[0] < size / 2 for order in found]) - np.mean(places < size / 2)) < 0.1
+
+
+def test_the_order_of_a_million_million_samples_takes_no_memory_and_no_time():
+    """Of a text with a sample at each character, say; also from the middle of an epoch on."""
+    size = 10**12
+    plan = plan_of(size, EFFECTIVE, MICRO)
+    assert plan.steps_per_epoch == size // EFFECTIVE
+    seen = []
+    for step in (0, plan.steps_per_epoch - 1):
+        sampler = TrainSampler(plan, range(size), 0, 42)
+        sampler.step = step
+        seen += [index for _, indices in itertools.islice(sampler, 4) for index in indices.tolist()]
+    assert len({*seen}) == 32 and max(seen) > size // 2
+    assert len(eval_batches(size, MICRO, FABRIC)) == size // MICRO
+    first, indices = next(iter(eval_batches(size, MICRO, FABRIC)))
+    assert first == 0 and indices.tolist() == [0, 1, 2, 3]
 
 
 # ---- the order of an evaluation

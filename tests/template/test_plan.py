@@ -41,7 +41,7 @@ def test_the_batch_is_split_among_devices_and_micro_batches(world_size: int, mic
     "options, steps, intervals",
     [
         ({}, (19, 380), (19, 19, 19)),
-        ({"max_steps": 7}, (19, 7), (19, 19, 19)),
+        ({"max_steps": 21}, (19, 21), (19, 19, 19)),
         ({"epochs": 0.01, "warmup_epochs": 0.0}, (19, 1), (19, 19, 19)),
         ({"epochs": 2.5, "limit_train_batches": 4}, (4, 10), (4, 4, 4)),
         ({"log_per_epoch": 2, "val_frequency": 0.5, "checkpoint_frequency": 3}, (19, 380), (9.5, 9.5, 57)),
@@ -62,7 +62,6 @@ def test_epochs_become_steps(options: dict, steps: tuple, intervals: tuple):
         ({"warmup_epochs": 0.0}, 0),
         ({"warmup_epochs": 0.5, "limit_train_batches": 5}, 2.5),
         ({"warmup_epochs": 20.0}, 380),
-        ({"warmup_epochs": 30.0, "max_steps": 7}, 570),  # a run that is cut short
         ({"warmup_epochs": 30.0, "fast_run": 4}, 570),
     ],
 )
@@ -75,13 +74,39 @@ def test_a_warm_up_longer_than_the_run_is_refused(options: dict):
     """The learning rate would never arrive."""
     has, run = 19 * options["warmup_epochs"], 19 * options.get("epochs", 20)
     words = f"^--warmup_epochs {options['warmup_epochs']:g}: is {has:g} steps, but the run has {run:g}$"
-    with pytest.raises(ConfigError, match=words):
-        plan_of(train_samples=1217, **options)
+    for more in ({}, {"max_steps": int(run), "epochs": 100.0}):
+        with pytest.raises(ConfigError, match=words):
+            plan_of(train_samples=1217, **options | more)
+
+
+@pytest.mark.parametrize(
+    "options, steps, last",
+    [
+        ({}, 20, 1),
+        ({"effective_batch_size": 100}, 13, 17),
+        ({"effective_batch_size": 100, "micro_batch_size": 10}, 13, 10),
+        ({"effective_batch_size": 1217}, 1, 1217),
+        ({"limit_train_batches": 5}, 5, 64),  # which leaves the rest out
+        ({"limit_train_batches": 2, "fast_run": 4}, 2, 1),  # which rehearses it
+    ],
+)
+def test_the_rest_of_an_epoch_is_its_last_step(options: dict, steps: int, last: int):
+    plan = plan_of(train_samples=1217, drop_last=False, **options)
+    assert (plan.steps_per_epoch, plan.last_batch_size) == (steps, last)
+    assert plan_of(train_samples=1217, **options).last_batch_size == plan.effective_batch_size
+    said = plan.lines(TrainConfig())[-1]
+    assert said.endswith(f" steps, the last of {last} samples" if last < plan.effective_batch_size else " steps")
+
+
+def test_a_rest_of_fewer_samples_than_micro_batches_is_refused():
+    with pytest.raises(ConfigError, match=r"^--drop_last False: the last step of an epoch has 1 sample\(s\) for 2 "):
+        plan_of(train_samples=1217, drop_last=False, micro_batch_size=32)
+    assert plan_of(train_samples=1216, drop_last=False, micro_batch_size=32).last_batch_size == 64
 
 
 def test_what_is_due_after_a_step():
     """A step that validates also logs; after the last one, all is due."""
-    plan = plan_of(max_steps=10, checkpoint_interval=4, val_interval=3, log_interval=2)
+    plan = plan_of(max_steps=10, warmup_epochs=0.0, checkpoint_interval=4, val_interval=3, log_interval=2)
     due = {step: " ".join(plan.due(step)) for step in range(1, 11)}
     rest = {3: "validate log", 6: "validate log", 9: "validate log", 10: "save validate log"}
     assert due == dict.fromkeys((1, 5, 7), "") | {2: "log", 4: "save log", 8: "save log"} | rest
@@ -137,7 +162,7 @@ def test_is_due_every_so_many_epochs_and_at_most_once_a_step():
 
 
 def test_is_due_at_the_last_step_whatever_the_interval():
-    plan = plan_of(max_steps=11)
+    plan = plan_of(max_steps=11, warmup_epochs=0.0)
     for interval in (100, math.inf):
         assert [step for step in range(1, 12) if plan.is_due(step, interval)] == [11]
 
