@@ -128,7 +128,7 @@ def fit(path: Path, saved: dict, config: TrainConfig):
     for name in sorted(then.keys() & run.built.optimizers.keys()):
         take_settings(name, run.built.optimizers[name], then[name], saved[name].get("param_groups", []))
     try:
-        resume.restore(fabric, run.state, run.built.optimizers)
+        resume.restore(fabric, run.state, run.built)
     except ConfigError as error:
         message = str(error).removeprefix(f"--resume {path}: ")
         raise ConfigError(f"{path}: {message}") from error

@@ -16,6 +16,7 @@ from lightning.fabric import is_wrapped
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from runtime.errors import RunError
 from runtime.files import atomically
@@ -30,10 +31,10 @@ NOT_COMPARED = AS_BUILT | {"lr", "max_lr", "min_lr", "base_momentum", "max_momen
 # ---- files
 
 
-def load(path: Path) -> dict:
-    """The contents of a file of torch.save, with tensors on the CPU that are read from the file when they are used.
-    Objects other than tensors and plain values could run code: it raises."""
-    return torch.load(path, "cpu", mmap=True, weights_only=True)
+def load(path: Path, mmap: bool = True) -> dict:
+    """The contents of a file of torch.save, with tensors on the CPU; with `mmap` they are read from the file when they
+    are used. Objects other than tensors and plain values could run code: it raises."""
+    return torch.load(path, "cpu", mmap=mmap, weights_only=True)
 
 
 def step_of(path: Path) -> int:
@@ -232,6 +233,15 @@ def describe_optimizers(state: dict) -> dict:
             for group in value.param_groups
         ]
     return optimizers
+
+
+def describe_schedulers(state: dict) -> dict:
+    """The settings of each scheduler of torch in `state`, as text. Its state_dict has them beside what changes."""
+    schedulers = {name: value for name, value in state.items() if isinstance(value, LRScheduler)}
+    return {
+        name: {setting: repr(value) for setting, value in scheduler.state_dict().items()}
+        for name, scheduler in schedulers.items()
+    }
 
 
 def settings_of(group: dict) -> dict:

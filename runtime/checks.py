@@ -13,7 +13,14 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runtime.checkpoints import describe_optimizers, fixed_tensors, has_storage, named_tensors, with_tensors
+from runtime.checkpoints import (
+    describe_optimizers,
+    describe_schedulers,
+    fixed_tensors,
+    has_storage,
+    named_tensors,
+    with_tensors,
+)
 from runtime.errors import ConfigError, RunError
 from runtime.loggers import scalars_of
 from runtime.ranks import difference
@@ -45,11 +52,12 @@ def check_state(state: dict):
         raise RunError("build_model: the model is in evaluation mode: return model.train()")
 
 
-def check_order(state: dict):
-    """Raises RunError if a rank has the weights in another order than rank 0: DDP knows them by it."""
-    other = difference({f"tensor {number} of `state`": name for number, name in enumerate(named_tensors(state))})
+def check_order(names: list[str]):
+    """Raises RunError if a rank has other names than rank 0, or in another order: those of the tensors of a model, by
+    which DDP knows them, or of the parameters of an optimizer."""
+    other = difference({f"tensor {number}": name for number, name in enumerate(names)})
     if other:
-        raise RunError(f"{other}; all ranks need the same order: was the model made in that of a set?")
+        raise RunError(f"{other}; all ranks need the same order: was it made in that of a set?")
 
 
 def check_value(value: Any, name: str):
@@ -120,6 +128,7 @@ class AsBuilt:
         self.entries = sorted(name for name, value in state.items() if hasattr(value, "state_dict"))
         self.tensors = fixed_tensors(state)
         self.optimizers = describe_optimizers(state)
+        self.schedulers = describe_schedulers(state)
 
     def check(self, state: dict):
         """Raises RunError for a state that a resume could not restore."""
@@ -157,14 +166,18 @@ def where_to_look(config: Any, run_dir: Path, step: int) -> str:
 
 
 def check_weights(fabric: Fabric, state: dict, step: int, hint: str):
-    """Raises RunError if the weights that are trained are not finite, or differ between the ranks."""
+    """Raises RunError if the weights that are trained are not finite, or differ between the ranks: in any bit where all
+    ranks have the same kind of processor, and otherwise in their norm."""
     norms = {}
     for name, tensor in named_tensors(state).items():
         if tensor.requires_grad:  # in float32: a norm in bfloat16 has three digits. abs: weights may be complex.
             norms[name] = torch.linalg.vector_norm(tensor.detach().abs().float())
     norm = float(nn.utils.get_total_norm(norms.values()))  # waits for the device, once
     norm_of_rank_0 = fabric.broadcast(norm)
-    other = difference({"weights are those of rank 0": math.isclose(norm, norm_of_rank_0, rel_tol=1e-5)})
+    found: dict = {"weights are those of rank 0": math.isclose(norm, norm_of_rank_0, rel_tol=1e-5)}
+    if math.isfinite(norm_of_rank_0) and not difference({"processor": processor(fabric.device)}):
+        found |= {f"checksum of {name}": each for name, each in sums_of_bits(state, is_trained=True).items()}
+    other = difference(found)
     if other:
         raise RunError(
             f"after step {step}, {other}: "
@@ -177,13 +190,21 @@ def check_weights(fabric: Fabric, state: dict, step: int, hint: str):
         raise RunError(f"the weights are not finite after step {step}: {', '.join(names)}; {hint}")
 
 
-# ---- before and after a validation
+def processor(device: torch.device) -> str:
+    """The kind of processor that computes: those of one kind give the same bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def sums_of_bits(state: dict) -> dict[str, int]:
-    """A checksum of each tensor in the modules of `state`, by name."""
-    tensors = named_tensors(state).items()
-    sums = {name: sum_of_bits(tensor) for name, tensor in tensors if has_storage(tensor)}
+# ---- checksums
+
+
+def sums_of_bits(state: dict, is_trained: bool = False) -> dict[str, int]:
+    """A checksum of each tensor in the modules of `state`, or of those alone that are trained, by name."""
+    sums = {}
+    for name, tensor in named_tensors(state).items():
+        if has_storage(tensor) and (tensor.requires_grad or not is_trained):
+            sums[name] = sum_of_bits(tensor)
     return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 

@@ -27,7 +27,9 @@ from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
+from runtime.checks import check_order
 from runtime.errors import ConfigError, RunError
 from runtime.options import DEVICE_OPTIONS, as_config_error
 from runtime.ranks import NO_LIMIT, gloo_group, handle_signals
@@ -78,7 +80,10 @@ class ResumableDDP(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Like Fabric's, but on the current CUDA stream. Fabric 2.6.6 uses a side stream, so that all gradients cross
-        streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet."""
+        streams in each step: pytorch-lightning#21567, fixed by #21746, which is in no release yet. Raises RunError if
+        the ranks have other tensors, or in another order: DDP knows them by it."""
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        check_order([f"{name} {tuple(tensor.shape)}" for name, tensor in tensors])
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DDP refuses a model in which nothing is trained
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
@@ -263,11 +268,12 @@ def build_in_turn(fabric: Fabric, build: Callable) -> Any:
     the first one has failed in.
 
     Raises:
-        ConfigError: build() has raised an OSError or ImportError. Other errors are bugs.
+        ConfigError: build() has raised an OSError or ImportError, or given an IterableDataset. Other errors are bugs.
     """
-    lock = FileLock(f"{tempfile.gettempdir()}/build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock")
     group = gloo_group(NO_LIMIT)
     try:
+        folder = tempfile.gettempdir()
+        lock = FileLock(f"{folder}/build_datasets-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}.lock")
         with chdir(os.getcwd()):  # paths stay valid if build() changes the working directory
             if fabric.local_rank == 0:
                 with acquired(lock):
@@ -280,6 +286,12 @@ def build_in_turn(fabric: Fabric, build: Callable) -> Any:
                 dist.barrier(group)
     except (OSError, ImportError) as error:
         raise ConfigError(f"build_datasets: {error}") from error
+    for name, dataset in result.items():
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                f"build_datasets: {name!r} is an IterableDataset, whose samples have no numbers to resume from; "
+                "recipes/data.md reads streams by a map-style Dataset"
+            )
     return result
 
 

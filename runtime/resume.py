@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runtime.checkpoints import AS_BUILT, FORMAT, is_plain, load, with_tensors
+from runtime.checks import AsBuilt
 from runtime.errors import ConfigError
 from runtime.options import marked
 from runtime.source import changed_files, code_folder
@@ -80,19 +81,20 @@ class Resume:
             elif old_fingerprint not in (None, fingerprint):
                 self.changes.append(f"the {name} samples have changed: their content, labels or augmentation")
 
-    def restore(self, fabric: Fabric, state: dict, built: dict):
+    def restore(self, fabric: Fabric, state: dict, built: AsBuilt):
         """Restores the state from the checkpoint: modules, optimizers and tensors in place; other values are replaced.
         Entries that are not in the checkpoint keep their values.
 
         Args:
             fabric: Fabric.
             state: The state.
-            built: The optimizers of `state`, as they were built.
+            built: The tensors, optimizers and schedulers of `state`, as they were built.
 
         Raises:
             ConfigError: The state does not fit to the checkpoint.
         """
         about = self.saved["checkpoint"]
+        optimizers = built.optimizers
         size = state["micro_batch_size"]
         others = {name for name, value in state.items() if hasattr(value, "state_dict")} ^ {*about["entries"]}
         try:
@@ -101,11 +103,14 @@ class Resume:
                     f"{', '.join(sorted(others))}: in `state` or in the checkpoint, but not in both; "
                     "rename it, or start a new run from the weights of this one"
                 )
+            for name, scheduler in built.schedulers.items():
+                compare_scheduler(f"state[{name!r}]", scheduler, about["schedulers"][name])
             for name in state:
                 if name not in self.saved:
                     self.changes.append(f"state[{name!r}] is not in the checkpoint, and new")
-                elif name in built:
-                    restore_optimizer(state[name], copied(self.saved[name]), built[name], about["optimizers"][name])
+                elif name in optimizers:
+                    then = about["optimizers"][name]
+                    restore_optimizer(state[name], copied(self.saved[name]), optimizers[name], then)
                 else:
                     state[name] = restored(fabric, state[name], copied(self.saved[name]))
         except torch.OutOfMemoryError:
@@ -178,6 +183,17 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
             if name in AS_BUILT or name not in old:  # the latter is new in the code
                 old[name] = group[name]
     optimizer.load_state_dict(saved)
+
+
+def compare_scheduler(name: str, built: dict, then: dict):
+    """Raises ValueError if a scheduler of torch was built with other settings than in the process that has saved the
+    checkpoint: its saved ones would win over those of the code."""
+    for setting, value in built.items():
+        if then.get(setting) != value:
+            raise ValueError(
+                f"{name} is built with {setting} {value}, but had {then.get(setting)}: give what it had, or start a "
+                "new run from the weights of this one"
+            )
 
 
 def order_of(built: list, then: list) -> list[int]:

@@ -30,6 +30,7 @@ from runtime.checks import (
 )
 from runtime.console import Console, header, size_of
 from runtime.errors import ConfigError, RunError
+from runtime.files import wait_for
 from runtime.launch import PREEMPTED, build_fabric, build_in_turn, launch
 from runtime.loader import fingerprint, seeder
 from runtime.loggers import scalars_of
@@ -39,7 +40,6 @@ from runtime.ranks import OnRankZero, StopSignals, check_ranks, difference, hand
 from runtime.resume import Resume
 from runtime.rundir import RunDir
 from runtime.runs import newest_run, read_summary
-from runtime.source import SOURCES
 from runtime.terminal import say
 
 
@@ -121,11 +121,10 @@ class Run:
 
         Raises:
             ConfigError: 16-mixed does not go with the state.
-            RunError: A checkpoint could not restore the state, its weights have another order on another rank, or the
-                model was built in evaluation mode.
+            RunError: A checkpoint could not restore the state, its optimizers have another order on another rank,
+                or the model was built in evaluation mode.
         """
         check_state(state)
-        check_order(state)
         state["precision"] = self.fabric.strategy.precision
         state["micro_batch_size"] = plan.micro_batch_size
         state["ended"] = 0  # total_steps of the plan that a `break` has ended
@@ -133,6 +132,8 @@ class Run:
         self.directory.state = state
         self.plan = plan
         self.built = AsBuilt(state)
+        for groups in self.built.optimizers.values():
+            check_order([name for group in groups for name in [*group["parameters"], "end of the group"]])
         if getattr(state["precision"], "scaler", None) and len(self.built.optimizers) > 1:
             raise ConfigError("--precision 16-mixed: scales the loss of one optimizer alone; use bf16-mixed")
         self.timer = Timer(self.fabric.device, plan.micro_batch_size * plan.world_size)
@@ -153,7 +154,7 @@ class Run:
             about = resume.saved["checkpoint"]
             directory.summary |= about["summary"] | {"checkpoint": about["step"]}
             directory.began -= directory.summary["seconds"]
-            resume.restore(self.fabric, state, self.built.optimizers)
+            resume.restore(self.fabric, state, self.built)
         elif resume.is_finished:
             raise RunError(f"{directory.path} is finished, and has no checkpoint left to become longer from")
         directory.summary["parameters"] = size_of(state["model"])
@@ -205,6 +206,7 @@ class Run:
         check_values(self.fabric, values)
         check_monitor(self.config.monitor, values, sanity_results)
         self.built.check(self.state)
+        check_ranks(self.config, {})  # and the source files that have been imported meanwhile
         self.open()
 
     def open(self):
@@ -214,6 +216,7 @@ class Run:
         directory = self.directory
         if directory.path is None:
             directory.path = self.on_rank_zero(directory.make)
+            wait_for(directory.path)
             other = difference({f"{directory.path} is there": directory.path.exists()})
             if other:
                 self.on_rank_zero(directory.remove)
@@ -300,10 +303,10 @@ class Run:
             "step": step,
             "entries": self.built.entries,
             "optimizers": self.built.optimizers,
+            "schedulers": self.built.schedulers,
             "fixed": marked(self.config, "fixed"),
             "data": self.data,
             "config": self.directory.config_text,
-            "code": SOURCES,
         }
         path = checkpoints.best_of(run_dir) if is_best else checkpoints.path_of(run_dir, step)
         self.on_rank_zero(self.directory.write_checkpoint, contents, path)

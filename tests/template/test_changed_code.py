@@ -63,7 +63,7 @@ def refused_resume(program: Path, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "option, value", [("seed", "7"), ("monitor", "val/loss"), ("dropout", "0.1"), ("effective_batch_size", "32")]
+    "option, value", [("seed", "7"), ("monitor", "val/f1"), ("dropout", "0.1"), ("effective_batch_size", "32")]
 )
 def test_an_option_that_cannot_change_is_not_changed_in_config_yaml_either(option: str, value: str, stopped):
     """The checkpoint knows what it was trained with."""
@@ -209,17 +209,37 @@ def test_layers_in_the_order_of_a_set_are_found_by_name(program, tmp_path):
     assert_same_run(resumed, whole)
 
 
-def test_layers_in_the_order_of_a_set_are_refused_on_several_processes(program, cwd):
+OF_OTHER_SHAPES = OF_SET.replace("nn.Linear(10, 10)", "nn.Linear(10, len(name))")
+BUFFERS = """
+for name in set("left right top bottom front back".split()):
+    self.register_buffer(f"part_{name}", Tensor(len(name)).zero_(), persistent=False)
+"""
+IN_ANOTHER_ORDER = "sorted(model.parameters(), key=lambda parameter: hash(str(parameter.shape)))"
+GROUPS = f"torch.optim.AdamW([{{'params': [parameter]}} for parameter in {IN_ANOTHER_ORDER}], lr=plan.peak_lr)"
+
+
+@pytest.mark.parametrize(
+    "point, code, place, name",
+    [
+        ("layers", OF_SET, "tensor 0", r"parts\.\w+\.weight \(10, 10\)"),
+        ("layers", OF_OTHER_SHAPES, "tensor 0", r"parts\.\w+\.weight \(\d, 10\)"),
+        ("layers", BUFFERS, r"tensor \d+", r"part_\w+ \(\d,\)"),
+        ("optimizer", GROUPS, "tensor 0", r"model\.\w+\.\d\.\w+ \(.*?\)"),
+    ],
+    ids=["layers", "layers of other shapes", "buffers", "parameter groups"],
+)
+def test_the_order_of_a_set_is_refused_on_several_processes(
+    point: str, code: str, place: str, name: str, program: Path, cwd: Path
+):
     """DDP would add the gradient of one layer to that of another."""
-    command = f"{with_parts(program)}/train.py {CONSTANT} --strategy ddp --num_nodes 2 --devices 1"
+    (replace if point == "optimizer" else insert_before)(program, point, code)
+    command = f"{program}/train.py {CONSTANT} --strategy ddp --num_nodes 2 --devices 1"
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(command, cwd, NODE_RANK=str(rank), PYTHONHASHSEED=str(rank + 1), **env) for rank in range(2)]
-    names = r"model\.parts\.\w+\.weight \(10, 10\) on rank 1 \(.+\), model\.parts\.\w+\.weight \(10, 10\) on rank 0"
+    names = rf"{name} on rank 1 \(.+\), {name} on rank 0"
     for rank, process in enumerate(ranks):
         error = process.communicate(timeout=300)[1]
-        assert re.fullmatch(
-            rf"train.py: error: rank {rank}: tensor 0 of `state`: {names}; all ranks .* a set\?\n", error
-        )
+        assert re.fullmatch(rf"train.py: error: rank {rank}: {place}: {names}; all ranks .* a set\?\n", error)
         assert process.returncode == 1
     assert not [*cwd.iterdir()]
 

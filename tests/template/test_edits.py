@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import POINTS, insert_before, replace
+from edits import POINTS, insert_before, replace, with_text
 from helpers import (
     ON_2,
     SMALL,
@@ -145,7 +145,7 @@ def with_datasets(program: Path, change: str) -> None:
     [
         ("del found['val']", 'val_set = datasets["val"]', "KeyError: 'val'"),
         ("del found['train']", 'train_set = datasets["train"]', "KeyError: 'train'"),
-        ("found = None", "datasets.items()", "AttributeError: 'NoneType' object has no attribute 'items'"),
+        ("found = None", "result.items()", "AttributeError: 'NoneType' object has no attribute 'items'"),
         (
             "found['train'] = WithoutLength(found['train'])",
             "len(each)",
@@ -167,13 +167,48 @@ NO_VALUE = "--monitor val/accuracy: choose from train/loss, train/grad_norm; val
     "change, words",
     [
         ("found['train'] = []", NO_SAMPLES),
-        ("found['train'] = torch.utils.data.ChainDataset([])", NO_SAMPLES),
         ("found['val'] = []", NO_VALUE),
     ],
 )
 def test_a_set_without_samples_is_told_in_one_line(change: str, words: str, program: Path, cwd: Path):
     with_datasets(program, change)
     assert refused(f"{program}/train.py {SMALL}", cwd, code=2) == f"train.py: error: {words}\n"
+
+
+def test_a_validation_that_leaves_the_model_in_evaluation_mode_is_told(program: Path, cwd: Path):
+    with_text(program, "train.py", ("        module.train(is_training)\n", "        pass\n"))
+    assert (
+        "\nin evaluation mode: model, layers, layers.0 and others\n" in call(f"{program}/train.py {SMALL}", cwd).stdout
+    )
+
+
+def test_a_validation_with_gradients_is_the_same(program: Path, cwd: Path):
+    """As for an attack, or the derivatives of a physical law."""
+    with_text(program, "train.py", ("@torch.no_grad()\ndef validate", "def validate"))
+    replace(
+        program,
+        "logits",
+        f"{POINTS['logits'][1]}\n    torch.autograd.grad(logits.sum(), [*model.parameters()], retain_graph=True)",
+    )
+    call(f"{program}/train.py {SMALL}", cwd)
+
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def build_datasets("""
+
+
+@pytest.mark.parametrize("made", ["Stream()", "torch.utils.data.ChainDataset([])"])
+def test_a_stream_is_refused_in_one_line(made: str, program: Path, cwd: Path):
+    """It has no numbers to resume from."""
+    with_datasets(program, f"found['train'] = {made}")
+    with_text(program, "data.py", ("def build_datasets(", STREAM.strip()))
+    error = refused(f"{program}/train.py {SMALL}", cwd, code=2)
+    assert error.startswith("train.py: error: build_datasets: 'train' is an IterableDataset") and error.count("\n") == 1
 
 
 def test_a_test_set_that_is_missing_is_told(finished: Path, program: Path, cwd: Path):

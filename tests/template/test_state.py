@@ -300,6 +300,24 @@ def test_an_entry_of_state_that_comes_after_the_restore_is_told_before_anything_
     assert "state: seen came after `run.prepare()`, so a resume would not restore it" in error
 
 
+@pytest.mark.parametrize(
+    "scheduler, options, words",
+    [
+        ("CosineAnnealingLR(optimizer, plan.total_steps)", "", "T_max 8, but had 4: "),
+        ("StepLR(optimizer, 7)", "--base_lr 1", "base_lrs [1.0], but had [0.004]: "),
+    ],
+)
+def test_a_scheduler_of_torch_with_other_settings_is_refused_in_a_resume(
+    scheduler: str, options: str, words: str, program: Path, cwd: Path
+):
+    """Its saved ones would win: the rate of a longer run would climb again."""
+    insert_after(program, "set-up is done", f"scheduler = torch.optim.lr_scheduler.{scheduler}")
+    insert_before(program, "state", '"scheduler": scheduler,')
+    call(f"{program}/train.py {SMALL} --epochs 1", cwd)
+    error = call(f"{program}/train.py --resume auto --epochs 2 {options}", cwd, code=2).stderr
+    assert f"state['scheduler'] is built with {words}" in error and error.count("\n") == 1
+
+
 def test_weights_that_differ_between_the_ranks_are_not_saved(program: Path, cwd: Path):
     """DDP knows nothing of what was frozen when it was set up: each rank would train it alone."""
     insert_before(program, "set up model", "model.layers[0].requires_grad_(False)")
@@ -310,6 +328,17 @@ def test_weights_that_differ_between_the_ranks_are_not_saved(program: Path, cwd:
         "best.ckpt",
         "step-00000004.ckpt",
     ]
+
+
+@pytest.mark.parametrize("change", ["[0, 0] += 1e-6 * rank", "[0] += rank * torch.tensor([1e-3, -1e-3] + [0.0] * 30)"])
+def test_weights_that_differ_between_the_ranks_by_hardly_anything_are_not_saved(change: str, program: Path, cwd: Path):
+    """A norm would not show it."""
+    layer = "model.module.layers[-1].weight.data"
+    insert_after(program, "step is done", f"rank = fabric.global_rank\nif step == 4: {layer}{change}")
+    error = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=1).stderr
+    words = r"after step 4, checksum of model\.layers\.\d\.weight \(10, 32\): -?\d+ on rank 1 .*, -?\d+ on "
+    assert re.search(words, error)
+    assert not [*(run_dir(cwd) / "checkpoints").iterdir()]
 
 
 def test_weights_that_differ_between_the_ranks_are_noticed_in_bf16_true(program: Path, cwd: Path):
