@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import torch
 
 from data import build_datasets
-from runtime.evaluation import EvalRun, run_test
+from runtime.evaluation import EvalRun, Outputs, run_test
 from runtime.launch import run_and_exit
 from runtime.loader import Loader, eval_batches
 from runtime.ranks import gather_batches
@@ -28,15 +28,16 @@ def test(run: EvalRun):
     run.load_weights(model)
     model = fabric.setup_module(model)
     metrics = build_metrics(config, run.dataset).to(fabric.device)
-    batch_size = run.config.batch_size or config.micro_batch_size or config.effective_batch_size
+    batch_size = run.config.batch_size or run.micro_batch_size
     batches = eval_batches(len(run.dataset), batch_size, fabric)
     loader = Loader(fabric, run.dataset, batches, config)
     # Of compute_loss in each batch: tensors with a row per sample, such as logits and targets.
-    outputs: list | None = [] if run.config.predictions else None
-    run.report(validate(fabric, config, model, loader, metrics, kept=outputs))
-    if outputs is not None:
-        batches = gather_batches(outputs)  # of all ranks, in the order of the samples; on rank 0 alone
-        run.save("predictions", [torch.cat(parts) for parts in zip(*batches, strict=True)])
+    outputs = Outputs(is_kept=run.config.predictions)
+    results = validate(fabric, config, model, loader, metrics, kept=outputs)
+    run.report(results, outputs)
+    if run.config.predictions:
+        kept = gather_batches(outputs.kept)  # of all ranks, in the order of the samples; on rank 0 alone
+        run.save("predictions", [torch.cat(parts) for parts in zip(*kept, strict=True)])
 
 
 def main(config: EvalConfig) -> int:

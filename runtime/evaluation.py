@@ -1,6 +1,7 @@
 """What test.py evaluates, and where its results go."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,24 @@ from runtime.launch import build_fabric, build_in_turn, launch
 from runtime.loader import fingerprint
 from runtime.loggers import scalars_of
 from runtime.options import as_config_error, marked, values_of
-from runtime.ranks import check_ranks
+from runtime.ranks import check_ranks, gather_batches
 from runtime.source import changed_files
 from runtime.terminal import say
+
+
+class Outputs:
+    """What compute_loss has returned for the metrics, batch by batch; on the CPU, if it is kept."""
+
+    def __init__(self, is_kept: bool):
+        self.is_kept = is_kept
+        self.kept: list = []
+        self.num_rows = 0  # of the first output that has any
+
+    def append(self, outputs: tuple):
+        rows = [len(output) for output in outputs if isinstance(output, Sized) and getattr(output, "ndim", True)]
+        self.num_rows += sum(rows[:1])
+        if self.is_kept:
+            self.kept.append([output.cpu() for output in outputs])
 
 
 @dataclass
@@ -35,24 +51,45 @@ class EvalRun:
     checkpoint: dict
     dataset: Any
 
+    @property
+    def micro_batch_size(self) -> int:
+        """That of the training."""
+        trained = self.train_config
+        return self.checkpoint.get("micro_batch_size", trained.micro_batch_size or trained.effective_batch_size)
+
     def load_weights(self, model: torch.nn.Module):
         """Loads the weights that the checkpoint has of state["model"]."""
         with as_config_error(self.config, "checkpoint"):
             model.load_state_dict(self.checkpoint.get("model", self.checkpoint))  # model.pt has the weights alone
 
-    def report(self, results: dict):
-        """Prints the results, and writes them into the run."""
+    def report(self, results: dict, outputs: Outputs):
+        """Prints the results, and writes them into the run. Says so if the outputs do not have one row for each sample,
+        or several.
+
+        Raises:
+            RunError: They do not, and predictions were asked for.
+        """
+        num_samples = len(self.dataset)
+        num_rows = sum(gather_batches([outputs.num_rows]))
+        num_rows = self.fabric.broadcast(num_rows)
+        is_whole = num_rows % num_samples == 0
+        if self.fabric.is_global_zero:
+            self.write(results, num_samples if is_whole else num_rows)
+        if not is_whole:
+            say(f"the outputs have {num_rows} rows for {num_samples} samples: does a collate_fn leave samples out?")
+        if outputs.is_kept and not is_whole:
+            raise RunError("--predictions: are not written, since they would not match the samples")
+
+    def write(self, results: dict, num_samples: int):
         config = self.config
-        if not self.fabric.is_global_zero:
-            return
         for metric, value in scalars_of(results).items():
-            say(f"{metric} {value:.5g}")
+            say(f"{metric} {value:.5g}{'' if math.isfinite(value) else ': is not finite'}")
         about = {
             "checkpoint": str(self.path),
             "step": self.checkpoint.get("step"),
             "precision": config.precision,
             "split": config.split,
-            "num_samples": len(self.dataset),
+            "num_samples": num_samples,
             "results": results,
         }
         path = self.file("test", ".json")
@@ -89,10 +126,17 @@ def read_checkpoint(run_dir: Path, name: str) -> tuple[Path, dict]:
     problem: Any = "it is damaged"
     try:
         if is_whole(path):
-            return path, load(path)
+            # Whole: a page of a file that another machine has replaced meanwhile could not be read.
+            return path, load(path, mmap=False)
     except Exception as error:  # torch.load raises many
         problem = error
     raise RunError(f"--checkpoint {name}: {path} cannot be read: {problem}; another checkpoint may do")
+
+
+def has_changed(dataset: Any, size: int, then: int | None) -> bool:
+    """Whether a dataset is not the one that had this size and fingerprint; where it has no fingerprint, by the size."""
+    now = fingerprint(dataset)
+    return len(dataset) != size or (None not in (then, now) and then != now)
 
 
 def run_test(test: Callable, build_datasets: Callable, config: Any, train_class: type) -> int:
@@ -127,10 +171,16 @@ def run_test(test: Callable, build_datasets: Callable, config: Any, train_class:
     def start(config, resources: ExitStack) -> int:
         torch.set_num_threads(config.num_threads or torch.get_num_threads())
         fabric.seed_everything(trained.seed)
-        dataset = build_in_turn(fabric, lambda: build_datasets(trained, augment=False))[config.split]
+        datasets = build_in_turn(fabric, lambda: build_datasets(trained, augment=False))
+        dataset = datasets[config.split]
+        if len(dataset) == 0:
+            raise ConfigError(f"--split {config.split}: has no samples")
         found = {"checkpoint": str(path), "step": about.get("step"), "number of samples": len(dataset)}
         check_ranks(config, found | {"checksum of samples": fingerprint(dataset)})
-        say(f"{path} on {len(dataset)} {config.split} samples{changed_files(about.get('code', {}))}\n")
+        say(f"{path} on {len(dataset)} {config.split} samples{changed_files(about.get('code', {}))}")
+        if "data" in about and has_changed(datasets["val"], *about["data"]["val"]):
+            say("the validation samples are not those of the training: another number, or other content or labels")
+        say("")
         test(EvalRun(fabric, config, trained, path, checkpoint, dataset))
         return 0
 

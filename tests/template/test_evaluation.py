@@ -1,17 +1,17 @@
 """test.py counts each sample once and says the same on any number of processes."""
 
 import json
-import math
 import re
 import shlex
 import shutil
+import textwrap
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from edits import insert_before, replace, with_text
+from edits import insert_after, insert_before, replace, with_text
 from helpers import (
     ON_2,
     SMALL,
@@ -42,8 +42,8 @@ def evaluate(folder: Path, options: str = "", script: str = "test.py", name: str
     assert path.name == f"test_{report['split']}_{Path(report['checkpoint']).stem}.json"
     assert f"results {folder.name}/{path.name}" in done.stdout
     assert f"{report['checkpoint']} on {report['num_samples']} {report['split']} samples" in done.stdout
-    loss = math.nan if report["loss"] is None else report["loss"]
-    assert f"loss {loss:.5g}\n" in done.stdout
+    loss = "nan: is not finite" if report["loss"] is None else f"{report['loss']:.5g}"
+    assert f"loss {loss}\n" in done.stdout
     files = [path.with_name(f"predictions_{path.stem[5:]}.pt")] if "--predictions" in options else []
     assert [*folder.glob("predictions_*")] == files
     for file in files:
@@ -215,7 +215,7 @@ def test_predictions_of_several_shapes_fail_once_the_results_are_written(folder:
 def test_an_evaluation_may_save_more_of_its_own(folder: Path, tmp_path: Path):
     """Beside the results, and once: rank 0 writes it."""
     facts = "len(run.dataset), run.config.split, run.train_config.width, run.checkpoint['step'], run.path.name"
-    end = "    if outputs is not None:\n"
+    end = "    if run.config.predictions:\n"
     program = with_text(tmp_path / "program", "test.py", (end, f"    run.save('facts', [{facts}])\n{end}"))
     printed = run(f"{program}/test.py --accelerator cpu --split val --checkpoint last {ON_2}", tmp_path).stdout
     assert printed.count(f"facts {folder.name}/facts_val_step-00000020.pt\n") == 1
@@ -246,6 +246,79 @@ def test_the_batches_are_those_of_a_validation_in_the_training(tmp_path: Path):
     call(f"train.py {SMALL} --epochs 1 --micro_batch_size 8", tmp_path)
     printed = call(f"{program}/test.py --accelerator cpu", tmp_path).stdout
     assert max(map(int, re.findall(r"a batch of (\d+)", printed))) == 8
+
+
+def test_the_micro_batches_are_those_of_the_training_on_several_devices(tmp_path: Path):
+    """Nobody has given their size there."""
+    program = insert_before(tmp_path / "program", "batch", 'print("a batch of", len(batch[1]))')
+    run(f"train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
+    printed = call(f"{program}/test.py --accelerator cpu", tmp_path).stdout
+    assert max(map(int, re.findall(r"a batch of (\d+)", printed))) == 32
+
+
+OTHER_SAMPLES = "the validation samples are not those of the training: another number, or other content or labels\n"
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+@pytest.mark.parametrize(
+    "change", ["targets[val] = targets[val].roll(1)", "images[val] += 1", "val = val[1:]", "targets = targets.clone()"]
+)
+def test_other_samples_than_those_of_the_training_are_told(change: str, split: str, finished: Path, tmp_path: Path):
+    program = insert_before(tmp_path / "program", "statistics", change)
+    printed = call(f"{program}/test.py --accelerator cpu --out_dir {finished} --split {split}", tmp_path).stdout
+    assert printed.count(OTHER_SAMPLES) == (0 if "clone" in change else 1)
+
+
+LEFT_OUT = """
+@staticmethod
+def collate_fn(batch):
+    images, targets = batch
+    is_whole = targets != 3
+    return images[is_whole], targets[is_whole]
+"""
+
+
+@pytest.mark.parametrize("devices", ["", ON_2])
+def test_samples_that_a_collate_fn_leaves_out_are_not_counted(devices: str, finished: Path, tmp_path: Path):
+    """Predictions would not be in the order of the dataset."""
+    lines = (
+        "    @staticmethod\n    def collate_fn(batch):\n        return batch  # __getitems__ returns a whole batch\n",
+    )
+    program = with_text(tmp_path / "program", "data.py", (*lines, textwrap.indent(LEFT_OUT.strip(), "    ") + "\n"))
+    folder = Path(
+        shutil.copytree(finished, tmp_path / finished.name, ignore=shutil.ignore_patterns("test_*", "predictions_*"))
+    )
+    how = run if devices else call
+    command = f"{program}/test.py --accelerator cpu --out_dir {folder} --batch_size 100 {devices}"
+    left = sum(target != 3 for target in digits()["test"][1].tolist())
+    said = f"the outputs have {left} rows for {COUNTS['test']} samples: does a collate_fn leave samples out?\n"
+    assert how(command, tmp_path).stdout.count(said) == 1
+    (path,) = folder.glob("test_*.json")
+    assert json.loads(path.read_text())["num_samples"] == left < COUNTS["test"]
+    path.unlink()
+    error = how(f"{command} --predictions", tmp_path, code=1).stderr
+    assert "--predictions: are not written, since they would not match the samples" in error
+    assert path.exists() and not [*folder.glob("predictions*")]
+
+
+def test_outputs_may_have_several_rows_for_each_sample(finished: Path, tmp_path: Path):
+    program = replace(tmp_path / "program", "outputs", "(logits.repeat(2, 1), targets.repeat(2))\n")
+    folder = Path(shutil.copytree(finished, tmp_path / finished.name))
+    report = evaluate(folder, "--predictions", f"{program}/test.py")
+    assert report["num_samples"] == COUNTS["test"] and len(report["predictions"][1]) == 2 * COUNTS["test"]
+
+
+def test_a_set_without_samples_is_refused_in_one_line(finished: Path, tmp_path: Path):
+    program = insert_before(tmp_path / "program", "statistics", "test = test[:0]")
+    error = call(f"{program}/test.py --accelerator cpu --out_dir {finished}", tmp_path, code=2).stderr
+    assert error == "test.py: error: --split test: has no samples\n"
+
+
+def test_a_metric_that_is_not_finite_is_told(finished: Path, tmp_path: Path):
+    """It may be right: the precision of a class that nobody predicts."""
+    program = insert_after(tmp_path / "program", "batch", "images = images / 0")
+    report = evaluate(finished, "", f"{program}/test.py")
+    assert report["loss"] is None and report["accuracy"] is not None
 
 
 def test_a_worker_that_delivers_nothing_ends_the_evaluation(finished: Path, tmp_path: Path):
