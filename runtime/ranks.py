@@ -16,7 +16,7 @@ from simple_parsing.utils import flatten_join
 from runtime.errors import ConfigError
 from runtime.files import as_run_error
 from runtime.options import marked
-from runtime.source import SOURCES
+from runtime.source import SOURCES, checksum_of, note_imports
 from runtime.terminal import is_local_zero
 
 # That stop a run. submitit sends SIGUSR2, the limit of CPU time SIGXCPU.
@@ -68,7 +68,11 @@ def difference(found: dict) -> str | None:
 
 def check_ranks(config, found: dict):
     """Raises ConfigError if a rank has other source files or options than rank 0, or has found something else."""
-    checksums = {f"checksum of {name}": checksum for name, checksum in SOURCES.items()}
+    note_imports()
+    names = [[*SOURCES]]  # of rank 0
+    if dist.is_initialized():
+        dist.broadcast_object_list(names)
+    checksums = {f"checksum of {name}": checksum_of(name) for name in names[0]}
     own = marked(config, "per_host")
     options = {f"--{name}": value for name, value in flatten_join(asdict(config)).items() if name not in own}
     other = difference(checksums | options | found)

@@ -21,7 +21,7 @@ from runtime.files import as_run_error, atomically, lock, write_json
 from runtime.loggers import LOGGERS, finalize
 from runtime.options import as_config_error
 from runtime.runs import named_folders
-from runtime.source import TIMESTAMP, write_provenance
+from runtime.source import SOURCES, TIMESTAMP, write_code, write_provenance
 
 
 class RunDir:
@@ -130,6 +130,8 @@ class RunDir:
             logger.save()  # first the rows before this checkpoint: a resume needs them
         seconds = time.monotonic() - self.began
         contents["checkpoint"]["summary"] = {"seconds": seconds, "last": self.summary["last"]}
+        write_code(self.path)
+        contents["checkpoint"]["code"] = {**SOURCES}
         checkpoints.save(path, contents)
         checkpoints.remove_old(self.path, self.config.num_checkpoint_keep)
         self.summary["checkpoint"] = self.state["step"]

@@ -21,6 +21,7 @@ from helpers import (
     call,
     children,
     end_of,
+    free_port,
     history,
     how_to_go_on,
     is_lost,
@@ -288,7 +289,8 @@ def test_the_others_give_up_after_the_timeout_if_a_rank_is_frozen(tmp_path):
     [
         ("option", r"--base_lr: 0\.002 on rank 1 \(HOST\), 0\.001 on rank 0"),
         ("file", r"checksum of model\.py: \d+ on rank 1 \(HOST\), \d+ on rank 0"),
-        ("new file", r"checksum of own\.py: \d+ on rank 1 \(HOST\), None on rank 0"),
+        ("imported", r"checksum of parts/own\.py: \d+ on rank 1 \(HOST\), \d+ on rank 0"),
+        ("imported late", r"checksum of parts/own\.py: \d+ on rank 1 \(HOST\), \d+ on rank 0"),
     ],
 )
 def test_a_rank_with_other_options_or_files_is_named(differs: str, words: str, tmp_path):
@@ -296,9 +298,13 @@ def test_a_rank_with_other_options_or_files_is_named(differs: str, words: str, t
     commands = []
     for rank, base_lr in enumerate(("1e-3", "2e-3")):
         repo = copy_programs(tmp_path / f"repo{rank}")
+        (repo / "parts").mkdir()
+        (repo / "parts" / "own.py").write_text("own = 0\n")
+        if differs.startswith("imported"):
+            insert_before(repo, "functions" if differs == "imported" else "model", "import parts.own")
         commands.append(f"{repo}/train.py {STEPS} --base_lr {base_lr if differs == 'option' else 1e-3}")
     if differs != "option":
-        with open(repo / ("model.py" if differs == "file" else "own.py"), "a") as file:
+        with open(repo / ("model.py" if differs == "file" else "parts/own.py"), "a") as file:
             file.write("own = 1\n")
     cwd = tmp_path / "run"
     cwd.mkdir()
@@ -364,3 +370,24 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
     assert not [*cwd.iterdir()]
     done = run(f"{repo}/train.py {SMALL} --devices 2 --strategy ddp_find_unused_parameters_true", cwd)
     assert "finished after 20 of 20 steps" in done.stdout
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_run_directory_that_another_machine_sees_late_or_never(is_seen: bool, tmp_path):
+    """Late over NFS; never where it has a --root_dir of its own, which is told by each rank."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = f"train.py {SMALL} --epochs 1 --strategy ddp --num_nodes 2 --devices 1"
+    processes = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        processes.append(start(command, folder, NODE_RANK=str(rank), **env))
+    if is_seen:
+        wait_for(lambda: [*folders[0].iterdir()])
+        time.sleep(2)
+        (folders[1] / run_dir(folders[0]).name).symlink_to(run_dir(folders[0]))
+    for process in processes:
+        error = process.communicate(timeout=300)[1]
+        assert process.returncode == (0 if is_seen else 2), error
+        assert is_seen or "is there: False on rank 1 " in error
+    assert len([*folders[0].iterdir()]) == is_seen

@@ -17,11 +17,14 @@ CSV = f"{SMALL} --lr_schedule constant --logger_name csv"
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """A copy without git, with a package of its own."""
+    """A copy without git, with a package of its own, of which a file is imported, and with a script that nothing
+    imports."""
     program = copy_programs(tmp_path_factory.mktemp("copy") / "program")
-    (program / "parts").mkdir()
-    (program / "parts" / "blocks.py").write_text("SCALE = 1\n")
-    return program
+    (program / "parts" / "deep").mkdir(parents=True)
+    (program / "parts" / "deep" / "blocks.py").write_text("SCALE = 1\n")
+    (program / "parts" / "rest.py").write_text("SCALE = 1\n")
+    (program / "make_data.py").write_text("SCALE = 1\n")
+    return insert_before(program, "functions", "import parts.deep.blocks\n\n\n")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +55,9 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def test_a_run_has_the_source_files(program, trained):
+    """And no others: the six, those of runtime/, what has been imported, and the rest of its package."""
     (code,) = codes(trained)
-    assert files(code) == files(program)
+    assert files(code) == {name: text for name, text in files(program).items() if name != "make_data.py"}
     assert {path for path in files(code) if "/" not in path} == {path.name for path in REPO.glob("*.py")}
 
 
@@ -77,13 +81,13 @@ def test_a_checkpoint_has_the_config(trained):
 
 def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited, copy, tmp_path):
     replace(edited, "use of dropout", "config.width, 0.0)")
-    (edited / "parts" / "blocks.py").write_text("SCALE = 2\n")
+    (edited / "parts" / "deep" / "blocks.py").write_text("SCALE = 2\n")
+    (edited / "make_data.py").write_text("SCALE = 2\n")
+    changed = "changed since: train.py, parts/deep/blocks.py\n"
     tested = call(f"{edited}/test.py", tmp_path).stdout
-    assert (
-        f"{copy.name}/checkpoints/best.ckpt on 380 test samples; changed since: parts/blocks.py, train.py\n" in tested
-    )
+    assert f"{copy.name}/checkpoints/best.ckpt on 380 test samples; {changed}" in tested
     resumed = call(f"{edited}/train.py --resume auto --epochs 2", tmp_path).stdout
-    assert "step-00000004.ckpt; changed since: parts/blocks.py, train.py\n" in resumed
+    assert f"step-00000004.ckpt; {changed}" in resumed
     assert len(codes(copy)) == 2  # once per state
     again = call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
     assert "changed since" not in again
@@ -135,7 +139,29 @@ def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
     (code / "train.py").write_text("")
     code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
     call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
-    assert codes(copy) == [code] and files(code) == files(program)
+    assert codes(copy) == [code] and files(code)["train.py"] == (program / "train.py").read_text()
+
+
+def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint(edited, cwd):
+    """Here in a validation; a resume names it, whether it has imported it or not."""
+    (edited / "late.py").write_text("SCALE = 1\n")
+    insert_before(edited, "validation", "import late")
+    call(f"{edited}/train.py {CSV} --epochs 2", cwd)
+    first, second = (files(code) for code in sorted(codes(run_dir(cwd)), key=lambda code: len(files(code))))
+    assert {*second} - {*first} == {"late.py"}
+    (edited / "late.py").write_text("SCALE = 2\n")
+    for command in ("test.py --checkpoint last", "train.py --resume auto --epochs 3"):
+        assert "; changed since: late.py\n" in call(f"{edited}/{command}", cwd).stdout
+
+
+def test_a_virtual_environment_in_the_project_is_no_part_of_it(edited, cwd):
+    site = edited / ".venv" / "lib" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "library.py").write_text("")
+    insert_before(edited, "functions", f"import sys\n\nsys.path.append({str(site)!r})\nimport library\n\n\n")
+    call(f"{edited}/train.py {CSV} --epochs 1", cwd)
+    (code,) = codes(run_dir(cwd))
+    assert [name for name in files(code) if "library" in name] == []
 
 
 def test_a_link_to_nowhere_among_the_source_files_is_ignored(edited, cwd):
