@@ -41,7 +41,7 @@ def header(fabric: Fabric, config: Any, plan: Any, state: dict) -> list[str]:
     sizes = {name: size_of(value) for name, value in state.items() if isinstance(value, nn.Module)}
     lines.append("; ".join(f"{name}, {size:,} parameters" for name, size in sizes.items() if size))
     lines += plan.lines(config)
-    frozen = [name.removeprefix("_orig_mod.") for name, part in model.named_modules() if not part.training]
+    frozen = [name.removeprefix("_orig_mod.") or "model" for name, part in model.named_modules() if not part.training]
     if frozen:
         lines.append(f"in evaluation mode: {', '.join(frozen[:3])}{' and others' if frozen[3:] else ''}")
     return lines

@@ -1,8 +1,10 @@
 """The files of a run: each is written as a whole, or not at all."""
 
+import errno
 import fcntl
 import json
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +23,7 @@ def as_run_error():
         raise RunError(f"the system refused to read or write the run: {error}") from error
 
 
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 LOCKS: Any = WeakSet()  # the files that are locked
 os.register_at_fork(after_in_child=lambda: [file.close() for file in LOCKS])  # a data worker would keep the lock
 
@@ -34,6 +37,13 @@ def lock(path: Path) -> IO:
     return file
 
 
+def wait_for(path: Path, seconds: float = 10.0):
+    """Waits until a file is there: another machine may see it later than the one that has made it."""
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
 @contextmanager
 def atomically(path: Path, mode: str = "w"):
     """Opens a temporary file and renames it to `path` once it is on the disk: a file at `path` is always complete."""
@@ -41,8 +51,7 @@ def atomically(path: Path, mode: str = "w"):
     try:
         with open(temporary, mode) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         os.replace(temporary, path)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # such as that of a full disk, which torch.save hides
@@ -50,6 +59,16 @@ def atomically(path: Path, mode: str = "w"):
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(file: IO):
+    """Waits until a file is on the disk, where the file system can: some of FUSE refuse to."""
+    file.flush()
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
 
 
 def write_json(path: Path, values: dict):

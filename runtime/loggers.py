@@ -6,11 +6,12 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime.errors import RunError
-from runtime.files import as_run_error, atomically
+from runtime.files import NOT_SUPPORTED, as_run_error, atomically, sync
 from runtime.terminal import say
 
 
@@ -55,12 +56,18 @@ class CSVLogger:
         if not (self.path.exists() and row.keys() <= set(self.columns)):  # somebody has deleted it, or new columns
             self.write([*self.read(), row])
             return
-        with open(self.path, "a") as file:  # for each row: an editor may have replaced the file
-            csv.DictWriter(file, self.columns).writerow(row)
+        try:
+            with open(self.path, "a") as file:  # for each row: an editor may have replaced the file
+                csv.DictWriter(file, self.columns).writerow(row)
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+            self.write([*self.read(), row])  # some file systems cannot append
 
     def save(self):
         if self.path.exists():
-            sync(self.path)
+            with open(self.path) as file:
+                sync(file)
 
     def finalize(self, status: str):
         """Nothing is left to close."""
@@ -86,28 +93,29 @@ class TensorBoardLogger:
 
     def save(self):
         for path in self.run_dir.glob("events.*"):
-            sync(path)
+            with open(path) as file:
+                sync(file)
 
     def finalize(self, status: str):
         self.writer.close()
 
 
 class WandbLogger:
-    """Weights & Biases, under the name of the run directory; offline without a key. The id is random, and kept in the
-    run: two runs of one name stay apart. wandb ignores steps that it already has. Its first error is printed, and the
-    run goes on: a signal to all processes also ends wandb's process, and the run must still be saved."""
+    """Weights & Biases, under the name of the run directory; offline without a key or a connection. The id is random,
+    and kept in the run: two runs of one name stay apart. wandb ignores steps that it already has. Its first error is
+    printed, and the run goes on: a signal to all processes also ends wandb's process, and the run must still be
+    saved."""
 
     def __init__(self, run_dir: Path, last_step: int, config: Any):
         import wandb
 
-        has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
         id_file = run_dir / "logs" / "wandb_id"
         if not id_file.exists():
             with atomically(id_file) as file:
                 file.write(secrets.token_hex(4))  # not `random`, which the seed has set
         self.has_failed = False
-        self.run = wandb.init(
-            mode=None if has_mode else "offline",
+        init = partial(
+            wandb.init,
             project=config.project,
             name=run_dir.resolve().name,
             id=id_file.read_text(),
@@ -116,6 +124,12 @@ class WandbLogger:
             dir=run_dir / "logs",
             config=asdict(config),
         )
+        try:
+            has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False)
+            self.run = init(mode=None if has_mode else "offline")
+        except wandb.Error as error:  # no network, or the key is refused
+            say(f"wandb is offline: {str(error).splitlines()[0]}")
+            self.run = init(mode="offline")
 
     def log_metrics(self, row: dict, step: int):
         self.call(self.run.log, row, step=step, commit=True)  # otherwise it would wait for the next row
@@ -133,12 +147,6 @@ class WandbLogger:
             if not self.has_failed:
                 say(f"wandb has failed, rows may be missing there: {type(error).__name__}: {error}")
             self.has_failed = True
-
-
-def sync(path: Path):
-    """Waits until a file is on the disk."""
-    with open(path) as file:
-        os.fsync(file.fileno())
 
 
 LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}  # of --logger_name

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from simple_parsing import ArgumentGenerationMode, ArgumentParser, NestedMode, field
+from simple_parsing.conflicts import ConflictResolutionError
 from simple_parsing.helpers.serialization import to_dict
 from simple_parsing.utils import flatten_join
 
@@ -115,20 +116,27 @@ def parse(cls: type, words: list[str]) -> dict:
     )
     parser._negative_number_matcher = re.compile(r"-[\d.]+([eE][-+]?\d+)?$")  # before Python 3.14: without exponent
     is_help = "--help" in words or "-h" in words
-    for group in cls.__bases__[::-1]:
-        default: Any = SUPPRESS  # so the parser returns the given options alone
-        if is_help:
-            defaults = cls()
-            default = group(**{each.name: getattr(defaults, each.name) for each in fields(group)})
-        parser.add_arguments(group, group.__name__, default=default)
-    found, unknown = parser.parse_known_args(words)
+    try:
+        for group in cls.__bases__[::-1]:
+            default: Any = SUPPRESS  # so the parser returns the given options alone
+            if is_help:
+                defaults = cls()
+                default = group(**{each.name: getattr(defaults, each.name) for each in fields(group)})
+            parser.add_arguments(group, group.__name__, default=default)
+        found, unknown = parser.parse_known_args(words)
+    except (AssertionError, NotImplementedError, ConflictResolutionError) as error:  # of simple_parsing
+        names = [each.name for each in fields(cls) if "subgroups" in each.metadata]
+        what = f"--{names[0]}: subgroups are not supported" if names else str(error).splitlines()[0]
+        raise ConfigError(f"config.py: {what}") from None
     if unknown:
         raise ConfigError(unknown_word(unknown[0], cls))
     given: dict = {}
     for values in vars(found).values():
         given |= values
     for name in NOT_EMPTY:
-        if name in given and not any(given[name]):  # as after --resume "$RUN" where RUN is not set
+        value = given.get(name, True)
+        is_empty = not any(value) if isinstance(value, (list, tuple)) else value == ""
+        if is_empty and getattr(cls, name) != "":  # as after --resume "$RUN" where RUN is not set
             raise ConfigError(f"--{name}: must not be empty")
     given = flatten_join(given)
     for name in given:
@@ -194,6 +202,8 @@ def problems_of_training(config: Any) -> list:
             found.append(f"--{name} {value}: a fraction is above 0 and at most 1.0, a count has no decimal point")
     if Path(config.out_dir).name in ("", ".."):
         found.append(f"--out_dir {config.out_dir}: must end in the name of a directory")
+    if config.monitor in ("train/loss", "val/loss") and config.monitor_mode == "max":
+        found.append(f"--monitor_mode max: {config.monitor} is minimized; give --monitor_mode min")
     size = config.effective_batch_size
     if config.devices.isdecimal() and int(config.devices) > size:
         found.append(f"--devices {config.devices}: must be at most --effective_batch_size {size}")

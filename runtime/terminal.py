@@ -24,6 +24,8 @@ def say(message: str):
         return
     try:
         print(message, flush=True)
+    except UnicodeEncodeError:  # such as an --out_dir in umlauts, where stdout is ASCII
+        print(message.encode("ascii", "backslashreplace").decode(), flush=True)
     except OSError:  # the reader is gone, as with `| head`: continue without it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
