@@ -59,11 +59,13 @@ SMALL = {
     "effective_batch_size": "16",
     "micro_batch_size": "8",
     "max_steps": "10",
+    "warmup_epochs": "1",
     "limit_train_batches": "4",
     "limit_val_batches": "5",  # 80 samples: parts of 27, 27 and 26 on one process, ten of 8 on two
     "log_interval": "1",
     "val_interval": "5",
     "checkpoint_interval": "3",
+    "num_checkpoint_keep": "0",
     "logger_name": "csv",
 }
 # The columns of metrics.csv that are measured, and differ from run to run. If you log another one, add it.
@@ -766,7 +768,10 @@ def test_the_finished_run_is_evaluated(whole: Run, place):
 
 
 def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Path):
-    run(f"train.py {small(**place, max_steps='2', val_interval='2', limit_val_batches='1.0')}", tmp_path)
+    run(
+        f"train.py {small(**place, max_steps='2', warmup_epochs='0', val_interval='2', limit_val_batches='1.0')}",
+        tmp_path,
+    )
     folder = run_dir(tmp_path)
     options = small(config.EvalConfig, out_dir=folder.name, **place)
     run(f"test.py {options} --split val --checkpoint last", tmp_path)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from edits import insert_after, replace, with_text
-from helpers import ON_2, REPO, SMALL, call, diffs, edited, history, run
+from helpers import LONG, ON_2, REPO, SMALL, call, diffs, edited, history, killed_and_resumed, run, weights
 
 from config import TrainConfig
 from data import build_datasets
 
 pytestmark = pytest.mark.recipes
-(TOKENS,) = diffs("recipes/data.md")
+NOISE, TOKENS = diffs("recipes/data.md")
 STEPS = f"{SMALL} --max_steps 8 --log_interval 1 --dropout 0"
 
 
@@ -88,3 +88,13 @@ def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
     quick = "fast_run or each_validation or in_another_set or finished_run"
     done = subprocess.run([*command, "-k", quick], cwd=program, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_value_that_the_loop_sets_is_seen_by_workers_and_restored(tmp_path):
+    (tmp_path / "program").mkdir()
+    program = edited(NOISE, tmp_path / "program")
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "alone").mkdir()
+    whole, _ = killed_and_resumed(f"{program}/{LONG} --num_workers 2", tmp_path / "workers")
+    call(f"{program}/{LONG}", tmp_path / "alone")
+    torch.testing.assert_close(weights(whole), weights(tmp_path / "alone"), atol=0, rtol=0)

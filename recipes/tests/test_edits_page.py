@@ -276,7 +276,9 @@ def test_muon_in_mixed_precision_and_compiled(options: str, with_muon, tmp_path)
 
 def test_the_exponential_schedule_falls_by_its_factor_in_each_epoch(tmp_path):
     program = edited(EXPONENTIAL, tmp_path / "program")
-    call(f"{program}/train.py {SMALL} --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path)
+    call(
+        f"{program}/train.py {SMALL} --warmup_epochs 1 --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path
+    )
     rates = [float(row["lr"]) for row in history(tmp_path)]
     assert rates[4:] == pytest.approx([4e-3 * 0.5 ** ((step - 5) / 4) for step in range(5, 21)])
 
@@ -367,7 +369,7 @@ def test_a_run_with_its_options_in_tensorboard_is_resumed_and_the_same_on_two_pr
 def test_a_model_with_lazy_layers_is_evaluated_resumed_and_the_same_on_two_processes(tmp_path):
     program, whole = assert_resumed_and_the_same_on_two_processes(LAZY, tmp_path)
     assert weights(whole)["layers.8.weight"].shape == (10, 2 * 4 * 2 * 2)
-    assert results(program, whole, "test")["accuracy"] > 0.8
+    assert results(program, whole, "test")["accuracy"] > 0.7
 
 
 FORWARDS = "model.module.layers[0].register_forward_hook(lambda *_: print('forward'))"

@@ -83,16 +83,20 @@ def test_it_learns_and_each_episode_is_evaluated_once(program: Path, tmp_path: P
 
 @pytest.mark.parametrize("options", ["", pytest.param(f"{ON_2} --precision bf16-mixed", marks=pytest.mark.night)])
 def test_killed_and_resumed_it_is_the_same_run(options: str, short: Path, tmp_path: Path):
-    killed_and_resumed(f"{short}/train.py {STEPS} --max_steps 60 --val_interval 8 {options}", tmp_path)
+    killed_and_resumed(
+        f"{short}/train.py {STEPS} --warmup_epochs 0 --max_steps 60 --val_interval 8 {options}", tmp_path
+    )
 
 
 def test_two_processes_share_the_episodes_of_a_step(short: Path, tmp_path: Path):
-    command = f"{short}/train.py {STEPS} --max_steps 8 --log_interval 1"
+    command = f"{short}/train.py {STEPS} --warmup_epochs 0 --max_steps 8 --log_interval 1"
     assert_same_training(*on_one_and_two(command, tmp_path))
 
 
 def test_a_single_episode_has_none_to_be_compared_with(program: Path, tmp_path: Path):
-    error = call(f"{program}/train.py {STEPS} --micro_batch_size 1 --max_steps 2", tmp_path, code=2).stderr
+    error = call(
+        f"{program}/train.py {STEPS} --micro_batch_size 1 --warmup_epochs 0 --max_steps 2", tmp_path, code=2
+    ).stderr
     assert "--micro_batch_size" in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

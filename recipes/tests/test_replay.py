@@ -126,7 +126,10 @@ def test_nothing_is_left_in_the_temporary_directory(logged, tmp_path, cwd):
 
 def test_options_that_a_resume_has_changed(tmp_path):
     """A step is trained with those of the process that has trained it."""
-    call(f"{TRAIN} --log_interval 1 --num_checkpoint_keep 0 --lr_schedule constant --max_steps 10", tmp_path)
+    call(
+        f"{TRAIN} --log_interval 1 --num_checkpoint_keep 0 --lr_schedule constant --warmup_epochs 0 --max_steps 10",
+        tmp_path,
+    )
     call("train.py --resume train_out --max_steps 20 --base_lr 0.1", tmp_path)
     call("train.py --resume train_out --max_steps 30 --base_lr 0.01", tmp_path)
     call("recipes/replay.py train_out --step 20 --keep batch.pt", tmp_path)

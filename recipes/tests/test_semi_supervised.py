@@ -29,7 +29,7 @@ from runtime.meters import Timer
 pytestmark = pytest.mark.recipes
 # 48 steps. An epoch of the labelled images has 8 of them, one of the unlabelled images 43. So early a model is certain
 # of nothing: with a threshold of 0 it learns from all unlabelled images.
-SHORT = f"{LONG} --effective_batch_size 4 --micro_batch_size 2 --epochs 6 --threshold 0"
+SHORT = f"{LONG} --effective_batch_size 4 --micro_batch_size 2 --epochs 6 --warmup_epochs 0 --threshold 0"
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.recipes
 # Two epochs of 8 steps, each step four micro-batches, saved every second step.
 RUN = (
     "train.py --accelerator cpu --epochs 2 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 1 "
-    "--width 4 --micro_batch_size 16 --lr_schedule constant --checkpoint_frequency 0.25 --logger_name csv"
+    "--width 4 --micro_batch_size 16 --lr_schedule constant --warmup_epochs 0.125 --checkpoint_frequency 0.25 "
+    "--logger_name csv"
 )
 ON_1, SHARDED = "--devices 1 --strategy auto", "--devices 2 --strategy model_parallel"
 TWO_GROUPS = """torch.optim.AdamW([

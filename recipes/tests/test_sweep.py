@@ -458,7 +458,7 @@ def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, m
         ("width: [4, 0]", "--width 0: must be above 0"),
         ("base_lr: {low: 0, high: 1}", "--base_lr 0.0: must be above 0"),
         ("dropout: {low: 0, high: 0.5, log: true}", "dropout: "),
-        ("monitor: [val/loss, val/accuracy]\nmonitor_mode: max", "must be the same in all runs"),
+        ("monitor: [val/f1, val/accuracy]\nmonitor_mode: max", "must be the same in all runs"),
         ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
         ("width: []", "width: "),
         ("seed: []", "seed: The `choices` must contain one or more elements"),

@@ -60,7 +60,8 @@ def train(recipe: ModuleType, parts: dict):
 
 def epoch_of(train, epoch: int, seed: int = 42) -> list[np.ndarray]:
     """The sequences of each batch of an epoch, in their order."""
-    plan = SimpleNamespace(steps_per_epoch=len(train), effective_batch_size=1, micro_batch_size=1, world_size=1)
+    sizes = {"effective_batch_size": 1, "micro_batch_size": 1, "last_batch_size": 1}
+    plan = SimpleNamespace(steps_per_epoch=len(train), world_size=1, **sizes)
     sampler = TrainSampler(plan, train, rank=0, seed=seed, step=epoch * len(train))
     indices = [index for _, (index,) in sampler]
     return [train.batches_of(int(index) // len(train))[index % len(train)] for index in indices]

@@ -37,7 +37,10 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table of a run is
 os.environ.pop("PYTHONUNBUFFERED", None)  # print would write the parts of a line apart: those of two ranks mix
 
 # Small enough for a run of a few seconds: 5 epochs of 4 steps, on the CPU.
-SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1"
+SMALL = (
+    "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batches 2 --width 4 --num_sanity_val_steps 1 "
+    "--warmup_epochs 0.25"
+)
 
 # 10 epochs of 8 steps, saved every fourth step, validated and logged once an epoch, four micro-batches a step. The
 # constant schedule does not depend on the number of epochs: a run that was made longer can be compared with one that
@@ -45,7 +48,8 @@ SMALL = "--accelerator cpu --epochs 5 --limit_train_batches 4 --limit_val_batche
 EVERY_FOURTH_STEP = "--checkpoint_frequency 0.5"
 LONG = (
     "train.py --accelerator cpu --epochs 10 --limit_train_batches 8 --limit_val_batches 2 --num_sanity_val_steps 0 "
-    f"--width 4 --micro_batch_size 16 --lr_schedule constant {EVERY_FOURTH_STEP} --logger_name csv"
+    "--width 4 --micro_batch_size 16 --lr_schedule constant --warmup_epochs 0.125 --logger_name csv "
+    f"{EVERY_FOURTH_STEP}"
 )
 STEPS = 80  # of LONG
 SLOW = LONG.replace("--epochs 10", "--epochs 3000")  # never ends by itself
@@ -115,6 +119,8 @@ def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
     script, _, options = command.partition(" ")
     path, out, err = REPO / script, io.StringIO(), io.StringIO()
     programs = {file.stem for folder in (REPO, path.parent) for file in folder.glob("*.py")} | {"runtime"}
+    if path.parent not in (REPO, RECIPES):
+        programs |= {folder.name for folder in path.parent.iterdir() if folder.is_dir()}  # packages of its own
     modules = taken(programs)
     environment = dict(os.environ)
     num_threads = torch.get_num_threads()

@@ -11,7 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from edits import insert_before, replace, with_text
-from helpers import LONG, ON_2, REPO, SMALL, call, history, killed_and_resumed, run, run_dir, save_as_of
+from helpers import (
+    LONG,
+    ON_2,
+    REPO,
+    SMALL,
+    call,
+    ended_and_resumed,
+    history,
+    killed_and_resumed,
+    on_one_and_two,
+    rows,
+    run,
+    run_dir,
+    save_as_of,
+)
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -240,3 +254,16 @@ def test_where_slurm_is_installed_no_hint_of_it_is_printed(tmp_path):
     srun.chmod(0o755)
     done = run(f"train.py {SMALL} --fast_run", tmp_path, PATH=f"{srun.parent}:{os.environ['PATH']}")
     assert "srun" not in done.stderr + done.stdout
+
+
+def test_the_rest_of_an_epoch_is_a_step_of_its_own(tmp_path):
+    """Of 16 samples here, the same on one process and on two, and after a resume."""
+    size = "--effective_batch_size 400 --micro_batch_size 50 --dropout 0 --log_interval 1"
+    command = f"train.py {SMALL} --limit_train_batches 1.0 --drop_last False {size} --lr_schedule constant"
+    whole, _ = ended_and_resumed(f"{command} --checkpoint_interval 3", tmp_path)
+    assert "16 steps = 4 epochs x 4 steps, the last of 16 samples\n" in (run_dir(whole) / "train.log").read_text()
+    one, two = on_one_and_two(f"{command} --epochs 2", tmp_path)
+    for ours, theirs in zip(rows(one), rows(two), strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5)
+    error = call("train.py --resume auto --drop_last True", one, code=2).stderr
+    assert "--drop_last True: a resume cannot change it" in error

@@ -26,6 +26,7 @@ from helpers import (
     REPO,
     SMALL,
     call,
+    free_port,
     last_summary,
     newest,
     read_tensorboard,
@@ -248,6 +249,16 @@ def test_wandb_without_a_key_keeps_an_offline_run_with_the_rows_of_the_csv(offli
         assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(
             {name: value for name, value in other.items() if name != "step"}
         )
+
+
+def test_wandb_without_a_connection_is_offline(tmp_path: Path):
+    """With a key, as on a node of a cluster that has no network."""
+    options = f"{SMALL} --epochs 1 --logger_name csv wandb"
+    env = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    done = run(f"train.py {options}", tmp_path, HOME=str(tmp_path), **env)
+    assert done.stdout.count("wandb is offline: ") == 1 and "Traceback" not in done.stderr
+    (path,) = run_dir(tmp_path).glob("logs/wandb/offline-run-*/*.wandb")
+    assert [record for record in wandb_records(path) if record.HasField("history")]
 
 
 def test_wandb_has_a_row_before_the_next_one_is_logged(tmp_path: Path, monkeypatch):

@@ -18,6 +18,11 @@ from runtime.config_file import to_yaml
 from runtime.errors import ConfigError
 from runtime.options import check, non_negative, option, positive
 
+# Names that test.py has, too.
+OF_TEST = """\
+    split: int = positive(3)  # Parts of an image
+    checkpoint: str = ""  # Weights to begin with
+"""
 NESTED = '''@dataclass(frozen=True)
 class DecayConfig:
     factor: float = non_negative(0.1)  # Factor of a decay
@@ -425,3 +430,31 @@ def test_an_option_that_would_not_come_back_is_refused_before_anything_is_writte
     assert error.startswith("train.py: error: an option cannot be kept in config.yaml: ") and error.count("\n") == 1
     assert option in error
     assert not [*tmp_path.glob("*train_out")]
+
+
+def test_an_option_with_the_name_of_one_of_test_py_keeps_its_value(tmp_path: Path):
+    program = with_text(tmp_path / "program", "config.py", ("    width: int", f"{OF_TEST}    width: int"))
+    insert_before(program, "digits", 'print("split", config.split, "of", repr(config.checkpoint))')
+    printed = call(f"{program}/train.py {SMALL} --epochs 1", tmp_path).stdout
+    printed += call(f"{program}/train.py --resume auto --epochs 2", tmp_path).stdout
+    printed += call(f"{program}/test.py --accelerator cpu --split val --checkpoint last", tmp_path).stdout
+    assert printed.count("split 3 of ''\n") == 3
+
+
+@pytest.mark.parametrize(
+    "field, words",
+    [
+        ("parts: object = subgroups({'one': Run, 'two': Run}, default='one')", "--parts: subgroups are not supported"),
+        ("parts: list[Run] = ()", "Field parts is of type list[config.Run], which isn't supported yet. "),
+        ("seed: int = 3", "Cannot fix the conflict for the Options string --seed, "),
+    ],
+)
+def test_an_option_that_simple_parsing_cannot_parse_is_told_in_one_line(field: str, words: str, tmp_path: Path):
+    program = with_text(tmp_path / "program", "config.py", ("    width: int", f"    {field}\n    width: int"))
+    with_text(
+        program,
+        "config.py",
+        ("from typing import Literal", "from typing import Literal\nfrom simple_parsing import subgroups"),
+    )
+    error = call(f"{program}/train.py {SMALL}", tmp_path, code=2).stderr
+    assert error.startswith(f"train.py: error: config.py: {words}") and error.count("\n") == 1

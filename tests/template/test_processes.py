@@ -5,12 +5,13 @@ import re
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zygote
-from edits import insert_after
+from edits import insert_after, replace
 from helpers import (
     LONG,
     NO_SHARED_STORE,
@@ -97,7 +98,8 @@ while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 @pytest.mark.night
 def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trained_twice(tmp_path):
-    repo = insert_after(tmp_path / "repo", "run is finished", DIES_AT_THE_END)
+    code = f"    code = run.finish()\n{textwrap.indent(DIES_AT_THE_END, '    ')}    return code\n"
+    repo = replace(tmp_path / "repo", "run is finished", code)
     cwd = tmp_path / "run"
     cwd.mkdir()
     command = f"{TORCHRUN} --max-restarts 2 --monitor-interval 0.1 {repo}/train.py {SMALL} --resume auto"

@@ -303,3 +303,59 @@ def test_ranks_that_wait_for_each_other_say_where(rank, tmp_path, program, cwd):
     mine = [int(line) for found, file, line in places if int(found) == rank and file == "train.py"]
     assert not mine or number <= mine[0] <= number + 1
     assert_whole_checkpoints(cwd)
+
+
+def test_a_name_in_umlauts_is_printed_where_stdout_is_ascii(tmp_path: Path):
+    printed = run(f"train.py {SMALL} --epochs 1 --out_dir Größe", tmp_path, PYTHONIOENCODING="ascii").stdout
+    assert re.search(r"^run directory \d+-\d+-Gr\\xf6\\xdfe$", printed, re.MULTILINE)
+    assert run_dir(tmp_path, "Größe").is_dir()
+
+
+def test_a_run_needs_no_other_program(tmp_path: Path):
+    """Such as git, or a shell, which a small container does not have."""
+    run(f"train.py {SMALL} --epochs 1", tmp_path, PATH=str(tmp_path))
+    (provenance,) = run_dir(tmp_path).glob("provenance/*.txt")
+    assert "branch.oid" not in provenance.read_text()
+
+
+def test_no_folder_for_temporary_files_is_told_in_one_line(program: Path, cwd: Path):
+    insert_before(program, "functions", "import tempfile\n\ntempfile.tempdir = '/proc/nowhere'\n\n\n")
+    error = run(f"{program}/train.py {SMALL}", cwd, code=2).stderr
+    assert error == "train.py: error: build_datasets: [Errno 2] No such file or directory: '/proc/nowhere'\n"
+    assert not [*cwd.iterdir()]
+
+
+REFUSES = """
+import builtins
+import errno
+import os
+
+open_file = builtins.open
+
+
+def refuse(*args):
+    raise OSError(errno.EINVAL, "refused")
+
+
+def without_append(path, mode="r", *args, **options):
+    if mode == "a" and str(path).endswith("metrics.csv"):
+        refuse()
+    return open_file(path, mode, *args, **options)
+
+
+os.fsync = refuse
+builtins.open = without_append
+
+
+"""
+
+
+def test_a_file_system_that_refuses_to_append_and_to_sync_is_written_to(tmp_path: Path):
+    """As some of FUSE do."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    whole.mkdir(), other.mkdir()
+    program = insert_before(tmp_path / "program", "functions", REFUSES)
+    command = f"train.py {SMALL} --log_interval 1 --logger_name csv --epochs 2"
+    run(command, whole)
+    run(f"{program}/{command}", other)
+    assert_same_run(other, whole)

@@ -41,7 +41,7 @@ from data import build_datasets
 from runtime import launch, meters
 
 BIN = sysconfig.get_path("scripts")
-ALL_STEPS = f"{SMALL} --log_interval 1"
+ALL_STEPS = f"{SMALL} --warmup_epochs 1 --log_interval 1"
 NOTHING_RANDOM = f"{ALL_STEPS} --dropout 0 --limit_val_batches 1.0 --monitor val/loss --monitor_mode min"
 SQRT = "--lr_schedule constant --base_batch_size 16 --lr_scaling_rule sqrt"
 CONSTANT = "--lr_schedule constant --base_batch_size 16 --lr_scaling_rule none"
@@ -72,7 +72,8 @@ RUNS = {
     "bare": f"train.py {SMALL} --limit_val_batches 0 --monitor train/loss --monitor_mode min --checkpoint_frequency 0 "
     "--summary",
     "fast": "train.py --accelerator cpu --fast_run --summary --warmup_epochs 3",  # it has two epochs
-    "steps": f"train.py {SMALL} --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
+    "linear": f"train.py {ALL_STEPS} --lr_schedule linear",
+    "steps": f"train.py {SMALL} --warmup_epochs 1 --base_lr 1e-9 --max_steps 11 --log_interval 5 --val_interval 3 "
     "--checkpoint_interval 4 --num_checkpoint_keep 0",
     "fractions": f"train.py {SMALL} --epochs 2.5 --warmup_epochs 0.5 --val_frequency 0.5 --checkpoint_frequency 0.75 "
     "--num_checkpoint_keep 0 --log_interval 1",
@@ -301,8 +302,8 @@ def test_what_is_not_part_of_each_step_is_not_in_its_time(owner, name: str, monk
 
     monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: clock() + late[0]))
     monkeypatch.setattr(owner, name, takes_long)
-    train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=6, log_interval=2,
-                           val_interval=2, checkpoint_interval=3, logger_name=("csv",)))  # fmt: skip
+    train.main(TrainConfig(accelerator="cpu", root_dir=str(tmp_path), width=1, max_steps=6, warmup_epochs=0.0,
+                           log_interval=2, val_interval=2, checkpoint_interval=3, logger_name=("csv",)))  # fmt: skip
     rates = [row["samples_per_second"] for row in rows(tmp_path)]
     assert late[0] >= 1e6 and len(rates) == 3 and min(rates) > 0.01
 
@@ -376,13 +377,19 @@ def warmed_up(step: int, peak: float, schedule: str) -> float:
     if step <= 4:
         return peak * (step / 5)
     steps_since = step - 5
-    return peak * {"cosine": (1 + math.cos(math.pi * steps_since / 16)) / 2, "constant": 1.0}[schedule]
+    factors = {
+        "cosine": (1 + math.cos(math.pi * steps_since / 16)) / 2,
+        "linear": 1 - steps_since / 16,
+        "constant": 1.0,
+    }
+    return peak * factors[schedule]
 
 
 @pytest.mark.parametrize(
     "name, rule, peak, schedule",
     [
         ("plain", "linear", 4e-3, "cosine"),
+        ("linear", "linear", 4e-3, "linear"),
         ("64x1", "sqrt", 4e-3 * math.sqrt(64 / 16), "constant"),
         ("1 process", "none", 4e-3, "constant"),
         ("early", "linear", 1e-12 * 64 / 32, "cosine"),
