@@ -31,10 +31,10 @@ NOT_COMPARED = AS_BUILT | {"lr", "max_lr", "min_lr", "base_momentum", "max_momen
 # ---- files
 
 
-def load(path: Path, mmap: bool = True) -> dict:
-    """The contents of a file of torch.save, with tensors on the CPU; with `mmap` they are read from the file when they
-    are used. Objects other than tensors and plain values could run code: it raises."""
-    return torch.load(path, "cpu", mmap=mmap, weights_only=True)
+def load(path: Path) -> dict:
+    """The contents of a file of torch.save, with tensors on the CPU that are read from the file when they are used.
+    Objects other than tensors and plain values could run code: it raises."""
+    return torch.load(path, "cpu", mmap=True, weights_only=True)
 
 
 def step_of(path: Path) -> int:

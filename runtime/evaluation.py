@@ -21,6 +21,7 @@ from runtime.loader import fingerprint
 from runtime.loggers import scalars_of
 from runtime.options import as_config_error, marked, values_of
 from runtime.ranks import check_ranks, gather_batches
+from runtime.resume import copied
 from runtime.source import changed_files
 from runtime.terminal import say
 
@@ -126,8 +127,10 @@ def read_checkpoint(run_dir: Path, name: str) -> tuple[Path, dict]:
     problem: Any = "it is damaged"
     try:
         if is_whole(path):
-            # Whole: a page of a file that another machine has replaced meanwhile could not be read.
-            return path, load(path, mmap=False)
+            contents = load(path)
+            if "model" in contents:  # now: of a file that another machine replaces, a page could not be read later
+                contents["model"] = copied(contents["model"])
+            return path, contents
     except Exception as error:  # torch.load raises many
         problem = error
     raise RunError(f"--checkpoint {name}: {path} cannot be read: {problem}; another checkpoint may do")

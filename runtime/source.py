@@ -38,18 +38,19 @@ def note_imports():
         file = str(getattr(module, "__file__", ""))
         if not file.startswith(f"{ROOT}/") or not is_own(Path(file)) or file.removeprefix(f"{ROOT}/") in CODE:
             continue
-        note(Path(file))
+        paths = [Path(file)]
         package = sys.modules.get(module.__name__.partition(".")[0])
         for folder in getattr(package, "__path__", ()):
-            for path in sorted(Path(folder).rglob("*.py")):
-                with suppress(OSError):  # nothing has imported it so far
-                    note(path)
+            paths += sorted(Path(folder).rglob("*.py"))
+        for path in paths:
+            with suppress(OSError):  # a link to nowhere, say
+                note(path)
 
 
 def is_own(path: Path) -> bool:
     """Whether a file below the project belongs to it, and not to a virtual environment there."""
     environment = Path(sys.prefix)
-    is_installed = environment.is_relative_to(ROOT) and path.is_relative_to(environment)
+    is_installed = ROOT in environment.parents and environment in path.parents
     return path.suffix == ".py" and "site-packages" not in path.parts and not is_installed
 
 
