@@ -200,11 +200,12 @@ def run_and_exit(main: Callable, config: Any) -> NoReturn:
 
 
 def message_of(error: Exception, config: Any) -> str:
-    """The line for an error that is no bug, with what was added on its way, such as how to go on; "" for a bug."""
+    """The line for an error that is no bug, or a known mistake, with what was added on its way, such as how to go on;
+    "" for a bug."""
     message = str(error)
     if not isinstance(error, (ConfigError, RunError)):
         if not is_lost_connection(error):
-            return ""
+            return mistake_of(error)
         if is_child_of_fabric() and "timed out" not in message.lower():
             time.sleep(1)  # if rank 0 has ended, and said why, the system ends this process meanwhile
         message = (
@@ -212,6 +213,16 @@ def message_of(error: Exception, config: Any) -> str:
             f"see its message ({message.split('. ')[0]}); this rank waited in {place_of(error)}"
         )
     return "; ".join([message, *getattr(error, "__notes__", [])])
+
+
+def mistake_of(error: Exception) -> str:
+    """The line for a mistake that a library meets far from where it was made; "" for another error."""
+    if "A frozen dataclass was passed" in str(error):
+        return "a batch is a frozen dataclass, which Fabric can neither cast nor move: make it without `frozen=True`"
+    calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, AttributeError) and "setup_module" in calls:
+        return f"build_model: gives a {type(error.obj).__name__}, not an nn.Module; does it return the model?"
+    return ""
 
 
 def place_of(error: Exception) -> str:

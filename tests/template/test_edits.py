@@ -175,6 +175,41 @@ def test_a_set_without_samples_is_told_in_one_line(change: str, words: str, prog
     assert refused(f"{program}/train.py {SMALL}", cwd, code=2) == f"train.py: error: {words}\n"
 
 
+@pytest.mark.parametrize("options", ["", ON_2, "--compile"])
+def test_a_build_model_that_returns_nothing_is_told_in_one_line(options: str, program: Path, cwd: Path):
+    replace(program, "model", "    Model(")
+    error = refused(f"{program}/train.py {SMALL} {options}", cwd)
+    kind = "function" if options == "--compile" else "NoneType"
+    words = f"build_model: gives a {kind}, not an nn.Module; does it return the model?"
+    if options == ON_2:
+        assert_told_by_ranks(error, words)
+    else:
+        assert error == f"train.py: error: {words}\n"
+
+
+FROZEN_BATCH = """
+@dataclass(frozen=True)
+class Batch:
+    images: Tensor
+    targets: Tensor
+
+
+class ImageDataset("""
+
+
+def test_a_batch_that_is_a_frozen_dataclass_is_told_in_one_line(program: Path, cwd: Path):
+    """In mixed precision, where its tensors are cast; on a GPU they are moved, too."""
+    imported = ("import numpy as np\n", "from dataclasses import dataclass\n\nimport numpy as np\n")
+    made = ("return batch  # __getitems__ returns a whole batch", "return Batch(*batch)")
+    with_text(program, "data.py", imported, made, ("class ImageDataset(", FROZEN_BATCH.strip()))
+    replace(program, "batch", "    targets = batch.targets\n")
+    replace(program, "logits", "logits = model(batch)")
+    replace(program, "forward", "        return self.layers(images.images)\n")
+    error = refused(f"{program}/train.py {SMALL} --precision bf16-mixed", cwd)
+    assert error.startswith("train.py: error: a batch is a frozen dataclass, ") and error.count("\n") == 1
+    call(f"{program}/train.py {SMALL}", cwd)
+
+
 def test_a_validation_that_leaves_the_model_in_evaluation_mode_is_told(program: Path, cwd: Path):
     with_text(program, "train.py", ("        module.train(is_training)\n", "        pass\n"))
     assert (
