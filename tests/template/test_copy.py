@@ -582,7 +582,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
             (AFTER, "optimizer steps", "model.module.layers[0].weight.data.copy_(first)"),
         ],
         TRAINED,
-        "has not changed between steps 6 and 10: model.layers.0.weight (32, 1, 3, 3). Is it written back?",
+        "has not changed between steps 3 and 10: model.layers.0.weight (32, 1, 3, 3). Is it written back?",
     ),
     "compute_loss has a seed": (
         [(AFTER, "batch", "torch.manual_seed(0)")],
@@ -791,7 +791,7 @@ RIGHT: dict[str, tuple[list, str, str]] = {
     "a parameter has no gradient": (
         [(BEFORE, "layers", "self.unused = nn.Linear(2, 2)")],
         TRAINED,
-        "the same between steps 6 and 10: model.unused.weight (2, 2), model.unused.bias (2,)",
+        "the same between steps 3 and 10: model.unused.weight (2, 2), model.unused.bias (2,)",
     ),
     "few samples are in two sets": (
         [(BEFORE, "statistics", "val = np.concatenate([val, train[:1]])")],
