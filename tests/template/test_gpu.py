@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LONG = (
     "train.py --accelerator gpu --devices 1 --epochs 30 --limit_train_batches 8 --limit_val_batches 2 --width 8 "
-    "--num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv"
+    "--warmup_epochs 0.125 --num_sanity_val_steps 0 --checkpoint_frequency 0.25 --log_interval 2 --logger_name csv"
 )
 SHORT = f"{LONG} --epochs 2"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
