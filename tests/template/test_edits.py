@@ -91,7 +91,6 @@ def assert_traceback(error: str, program: Path, place: str, words: str | tuple) 
         ("num_classes", "self.classes = num_classes", "return Model(", "AttributeError: "),
         ("target tensor", "5 + torch.tensor(targets,", "F.cross_entropy(logits, targets)", "IndexError: Target "),
         ("target tensor", "0.5 * torch.tensor(targets,", "F.cross_entropy(logits, targets)", "RuntimeError: expected "),
-        ("model", "    Model(", "model = fabric.setup_module(model)", "AttributeError: 'NoneType' object "),
         ("logits", "return F.cross_entropy(model(images), targets)", CALL, OF_TENSOR),
         ("logits", "return None", CALL, "TypeError: "),
         ("logits", "return model(images, 1)", CALL, "TypeError: Model.forward() takes 2 positional arguments"),
