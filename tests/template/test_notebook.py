@@ -31,9 +31,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 signal.signal(signal.SIGUSR1, lambda number, frame: None)
 sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))  # does not wait for workers that are left
 
+def target(path):
+    try:
+        return os.path.realpath(path)
+    except FileNotFoundError:  # a thread has closed it meanwhile
+        return None
+
 def state():
     children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-    open_files = {os.path.realpath(path) for path in glob.glob("/proc/self/fd/*")}
+    open_files = {target(path) for path in glob.glob("/proc/self/fd/*")} - {None}
     return {
         "signals": [signal.getsignal(number) for number in SIGNALS],
         "hooks": (sys.excepthook, threading.excepthook),
