@@ -79,12 +79,11 @@ def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_s
     if batch_size > train_samples:
         raise ConfigError(f"--effective_batch_size {batch_size}: there are only {train_samples} training samples")
     micro_batch_size = choose_micro_batch_size(batch_size, config.micro_batch_size, saved_size, world_size)
-    grad_accum_steps = batch_size // (world_size * micro_batch_size)
     whole_epoch, rest = divmod(train_samples, batch_size)
     last_batch_size = batch_size
     if rest and not config.drop_last:
         whole_epoch += 1
-        last_batch_size = size_of_rest(rest, world_size * grad_accum_steps)
+        last_batch_size = size_of_rest(rest, batch_size // micro_batch_size)
     per_epoch = limit(whole_epoch, config.limit_train_batches)
     if per_epoch < whole_epoch and not config.fast_run:  # which makes a step of this size, too
         last_batch_size = batch_size
@@ -101,7 +100,7 @@ def make_plan(config: TrainConfig, train_samples: int, val_samples: int, world_s
         effective_batch_size=batch_size,
         world_size=world_size,
         micro_batch_size=micro_batch_size,
-        grad_accum_steps=grad_accum_steps,
+        grad_accum_steps=batch_size // (world_size * micro_batch_size),
         last_batch_size=last_batch_size,
         steps_per_epoch=per_epoch,
         total_steps=total_steps,
