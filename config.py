@@ -38,7 +38,7 @@ class Run:
 class Data:
     """Data and model"""
 
-    dataset: Literal["digits"] = option("digits", fixed=True)  # Name of the dataset; recipes/data.md adds others
+    dataset: Literal["digits"] = option("digits", fixed=True)  # Name of the dataset; docs/data.md adds others
     data_dir: str = option("", per_host=True)  # Directory of the dataset's files
     width: int = positive(32, fixed=True)  # Channels of the model's first layer
     dropout: float = non_negative(0.25, below=1, fixed=True)  # Probability of dropping a feature before the last layer

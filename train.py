@@ -55,7 +55,7 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 
     Returns:
         values: The means over the batch by name, of the same names on all ranks. All are logged, `loss` is minimized.
-        count: The number of samples in the batch: the weight of the means. recipes/data.md has means over tokens.
+        count: The number of samples in the batch: the weight of the means. docs/data.md has means over tokens.
         outputs: The arguments of `metrics.update`.
     """
     images, targets = batch

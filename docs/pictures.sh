@@ -14,8 +14,8 @@ python -c "import matplotlib"
 
 python "$repo/train.py"
 python "$repo/test.py" --out_dir train_out --predictions
-python "$repo/recipes/confusion.py"
-python "$repo/recipes/runs.py" . --plot "$pictures/curves.png"
+python "$repo/tools/confusion.py"
+python "$repo/tools/runs.py" . --plot "$pictures/curves.png"
 cp ./*-train_out/confusion_matrix_test_best.png "$pictures/confusion_matrix.png"
 
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")

@@ -159,10 +159,10 @@ def check_loss(loss: float, step: int, hint: str):
 
 def where_to_look(config: Any, run_dir: Path, step: int) -> str:
     """How to find the first step that went wrong."""
-    if config.fast_run or not (ROOT / "recipes" / "replay.py").exists():
+    if config.fast_run or not (ROOT / "tools" / "replay.py").exists():
         return "find the first such step by --log_interval 1"
     words = shlex.join([str(run_dir), "--step", str(step)])
-    return f"look into the first such step with: python recipes/replay.py {words}"
+    return f"look into the first such step with: python tools/replay.py {words}"
 
 
 def check_weights(fabric: Fabric, state: dict, step: int, hint: str):

@@ -36,7 +36,7 @@ LARGE = 10_000_000  # samples, from which on their order is computed index by in
 class TrainSampler:
     """Yields the micro-batches of a rank from `self.step`, which `Loader.micro_batches` sets, to the end of the epoch.
     A micro-batch is a pair: its number in the run, and the indices of its samples. A second stream of data needs a plan
-    of its own from `make_plan`, and another seed, as in recipes/kinds/semi_supervised.patch."""
+    of its own from `make_plan`, and another seed, as in recipes/methods/semi_supervised.patch."""
 
     plan: Any  # the Plan of the run
     dataset: Any  # its method `order`, if it has one, gives the indices of an epoch; else they are shuffled

@@ -1,4 +1,4 @@
-"""recipes/kinds/contrastive.patch: SimCLR, and a linear probe beside it."""
+"""recipes/methods/contrastive.patch: SimCLR, and a linear probe beside it."""
 
 import json
 import math

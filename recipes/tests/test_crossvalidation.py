@@ -166,7 +166,7 @@ def test_a_sweep_takes_the_mean_over_the_folds(swept: tuple[Path, str]):
 
 def test_runs_has_mean_and_deviation_over_the_folds(swept: tuple[Path, str], program: Path):
     cwd, _ = swept
-    printed = call(f"{program}/recipes/runs.py {cwd} --group --format csv", cwd).stdout
+    printed = call(f"{program}/tools/runs.py {cwd} --group --format csv", cwd).stdout
     rows = [*csv.DictReader(io.StringIO(printed))]
     assert sorted(row["width"] for row in rows) == ["4", "5"]  # the first to start stands first
     for row in rows:

@@ -1,4 +1,4 @@
-"""recipes/kinds/diffusion.patch: noise as the target, and a script of its own that draws images."""
+"""recipes/methods/diffusion.patch: noise as the target, and a script of its own that draws images."""
 
 import re
 from pathlib import Path

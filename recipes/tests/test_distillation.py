@@ -36,7 +36,7 @@ def test_knows_a_digit_that_it_never_saw(teacher: Path, tmp_path: Path):
         call(f"{program}/train.py {SHORT} --epochs 12 {options}", tmp_path / name)
         options = "--out_dir train_out --checkpoint last --accelerator cpu --predictions"
         call(f"{program}/test.py {options}", tmp_path / name)
-        done = call("recipes/confusion.py", tmp_path / name)
+        done = call("tools/confusion.py", tmp_path / name)
         accuracies[name] = float(re.search(r"^ +3 +\d+ +(\S+)", done.stdout, re.MULTILINE)[1])
     assert accuracies["alone"] == 0
     assert accuracies["taught"] > 0.25

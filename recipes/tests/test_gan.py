@@ -1,4 +1,4 @@
-"""recipes/kinds/gan.patch: two models and two optimizers that take turns, and pictures in TensorBoard."""
+"""recipes/methods/gan.patch: two models and two optimizers that take turns, and pictures in TensorBoard."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""recipes/kinds/gradient_penalty.patch: a gradient of a gradient, in training and in a validation."""
+"""recipes/methods/gradient_penalty.patch: a gradient of a gradient, in training and in a validation."""
 
 import re
 from pathlib import Path

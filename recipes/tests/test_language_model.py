@@ -1,4 +1,4 @@
-"""recipes/kinds/language_model.patch: applied to a copy of the programs and run."""
+"""recipes/methods/language_model.patch: applied to a copy of the programs and run."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The data sets of recipes/data.md: its patches applied, on small real files."""
+"""The data sets of docs/data.md: its patches applied, on small real files."""
 
 import gzip
 import importlib

@@ -81,5 +81,5 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 
 
 def test_every_other_kind_of_training_is_here():
-    kinds = [path.stem for path in RECIPES.glob("kinds/*.patch")]
-    assert len(kinds) == 18 and set(kinds) <= TRAINED.keys()
+    methods = [path.stem for path in RECIPES.glob("methods/*.patch")]
+    assert len(methods) == 18 and set(methods) <= TRAINED.keys()

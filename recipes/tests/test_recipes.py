@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from edits import apply, copy_programs
-from helpers import ON_2, RECIPES, REPO, SMALL, call, imported, patch_of, run, run_dir, with_patch, with_recipe
+from helpers import ON_2, RECIPES, REPO, SMALL, TOOLS, call, imported, patch_of, run, run_dir, with_patch, with_recipe
 
 PATCHES = sorted([*RECIPES.glob("*/*.patch"), *REPO.glob("benchmarks/*.patch")])
 
@@ -66,115 +65,7 @@ def test_a_profile_is_not_in_the_speed_and_a_resume_makes_another(tmp_path: Path
     assert names == ["trace-00000008.json", "trace-00000016.json"]
 
 
-# ---- slurm.sbatch, with stand-ins for Slurm: srun writes a checkpoint if it is told so, scontrol what it gets
-
-
-@pytest.fixture
-def job(tmp_path: Path):
-    """Runs slurm.sbatch as a job; returns its exit code, the options of train.py, and what scontrol got."""
-    commands = {
-        "srun": 'echo "$@" >srun_got; mkdir -p 20260101-000000-train_7/checkpoints; touch $WRITES; exit $CODE',
-        "scontrol": 'echo "$@" >scontrol_got',
-    }
-    for name, text in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").write_text("")
-
-    def run_job(code: int, writes: str = "", options: str = "--epochs 3", **env: str) -> tuple[int, str, str]:
-        slurm = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
-        process = subprocess.run(
-            ["bash", RECIPES / "cluster" / "slurm.sbatch", *options.split()],
-            cwd=tmp_path,
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "WRITES": writes or "none"}
-            | slurm
-            | env,
-        )
-        requeued = tmp_path / "scontrol_got"
-        got = requeued.read_text().strip() if requeued.exists() else ""
-        return process.returncode, (tmp_path / "srun_got").read_text().split("train.py ")[1].strip(), got
-
-    return run_job
-
-
-@pytest.mark.parametrize("code, requeued", [(0, False), (2, False), (1, False), (137, False), (75, True), (138, True)])
-def test_a_job_is_requeued_after_a_signal_but_not_after_a_mistake(code: int, requeued: bool, job):
-    assert job(code) == (code, "--root_dir . --out_dir train_7 --resume auto --epochs 3", "requeue 7" * requeued)
-
-
-def test_a_job_is_requeued_after_a_failure_if_it_had_saved(job):
-    """One that fails again before the next checkpoint ends."""
-    checkpoint = "20260101-000000-train_7/checkpoints/step-00000004.ckpt"
-    assert job(1, checkpoint)[2] == "requeue 7"
-
-
-def test_a_failure_that_comes_again_at_the_same_place_ends_the_job(job, tmp_path: Path):
-    checkpoint = "20260101-000000-train_7/checkpoints/step-00000004.ckpt"
-    (tmp_path / checkpoint).parent.mkdir(parents=True)
-    (tmp_path / checkpoint).touch()
-    assert job(1, checkpoint)[2] == ""
-
-
-def test_a_task_of_an_array_requeues_itself_alone(job):
-    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3"}
-    options = "--root_dir . --out_dir train_6_3 --resume auto --seed 3 --epochs 3"
-    assert job(75, **array) == (75, options, "requeue 6_3")
-
-
-def test_a_new_job_goes_on_with_the_run_of_an_old_one(job):
-    options = "--root_dir . --out_dir train_5 --resume auto --epochs 3"
-    assert job(75, OLD_JOB="5") == (75, options, "requeue 7")
-
-
-# ---- idle_gpus.sh, with a stand-in for nvidia-smi: GPU 0 has a process, GPU 2 memory in use without
-# one, GPU 4 does not tell its memory
-
-NVIDIA_SMI = """#!/bin/bash
-case $* in
-    "--query-gpu=index,uuid,memory.used,memory.total --format=csv,noheader,nounits")
-        printf '%s\\n' "0, GPU-00, 10, 80000" "1, GPU-11, 600, 80000" "2, GPU-22, 9000, 80000" "3, GPU-33, 0, 80000" \\
-            "4, GPU-44, [N/A], [N/A]" ;;
-    "--query-compute-apps=gpu_uuid --format=csv,noheader") printf '%s\\n' GPU-00 GPU-00 ;;
-    *) exit 2 ;;
-esac
-"""
-
-
-@pytest.fixture
-def with_nvidia_smi(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-@pytest.mark.parametrize(
-    "wanted, printed, error",
-    [("", "GPU-11\n", ""), ("3", "GPU-11,GPU-33,GPU-44\n", ""), ("4", "", "3 of 5 are idle"), ("two", "", "how many?")],
-)
-def test_idle_gpus(wanted: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path):
-    done = run(f"recipes/cluster/idle_gpus.sh {wanted}", tmp_path, code=1 if error else 0)
-    assert done.stdout == printed and done.stderr.count("\n") == (error != "") and error in done.stderr
-
-
-@pytest.mark.parametrize(
-    "visible, printed, error",
-    [("3,0", "GPU-33\n", ""), ("GPU-22,GPU-33", "GPU-33\n", ""), ("0", "", "0 of 1 are idle"), ("", "", "0 of 0")],
-)
-def test_idle_gpus_are_of_those_that_are_visible(
-    visible: str, printed: str, error: str, with_nvidia_smi, tmp_path: Path
-):
-    done = run("recipes/cluster/idle_gpus.sh", tmp_path, code=1 if error else 0, CUDA_VISIBLE_DEVICES=visible)
-    assert done.stdout == printed and error in done.stderr
-
-
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has nvidia-smi")
-def test_idle_gpus_needs_nvidia_smi(tmp_path: Path):
-    assert "no nvidia-smi" in run("recipes/cluster/idle_gpus.sh", tmp_path, code=1).stderr
-
-
-# ---- check.sh, style
+# ---- style
 
 
 def assert_ruff_finds_nothing(command: str, folder: Path) -> None:
@@ -216,10 +107,13 @@ def changed_lines(recipe: str) -> set[tuple]:
     return found
 
 
-KINDS = [name for folder, name, _ in TABLE if folder == "kinds"]
-FEATURES = ["ema", *(name for folder, name, _ in TABLE if folder != "kinds")]  # averaged weights go with other kinds
+METHODS = [name for folder, name, _ in TABLE if folder == "methods"]
+FEATURES = [
+    "ema",
+    *(name for folder, name, _ in TABLE if folder in ("features", "cluster")),
+]  # averaged weights go with other kinds
 APART = pairs_that(italics=False)
-PAIRS = [(kind, feature) for kind in KINDS for feature in FEATURES if kind != feature]
+PAIRS = [(kind, feature) for kind in METHODS for feature in FEATURES if kind != feature]
 NEIGHBOURS = [
     pair
     for pair in PAIRS
@@ -234,7 +128,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("first", sorted({*KINDS, *FEATURES}))
+@pytest.mark.parametrize("first", sorted({*METHODS, *FEATURES}))
 def test_the_page_names_the_recipes_that_do_not_go_together(first: str, tmp_path: Path):
     """All other pairs apply, the feature second, and leave the style as it is."""
     program = with_recipe(first, tmp_path / "first")
@@ -258,9 +152,9 @@ def test_the_page_names_the_recipes_after_which_a_data_patch_is_refused(name: st
     of_all, of_datasets, others = page.partition("`git apply` also refuses ")[2].partition(".")[0].split(";")
     assert "second data patch" in others
     text = of_all + of_datasets if name == "datasets" else of_all
-    named = {recipe for recipe in (*KINDS, *FEATURES) if re.search(rf"\b{recipe}\b", text)}
+    named = {recipe for recipe in (*METHODS, *FEATURES) if re.search(rf"\b{recipe}\b", text)}
     refused = set()
-    for first in {*KINDS, *FEATURES}:
+    for first in {*METHODS, *FEATURES}:
         try:
             apply(patch_of(name).read_text(), with_recipe(first, tmp_path / first))
         except subprocess.CalledProcessError:
@@ -289,8 +183,7 @@ def test_recipes_that_change_neighbouring_lines_train_together(kind: str, featur
 
 
 def test_the_page_has_a_row_for_each_recipe():
-    """Those of data are on a page of their own."""
-    folders = ("kinds", "features", "cluster")
+    folders = ("methods", "features", "cluster", "data")
     recipes = [(folder, path.stem) for folder in folders for path in sorted((RECIPES / folder).glob("*.patch"))]
     assert [row[:2] for row in TABLE] == recipes
 
@@ -299,11 +192,12 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
     """On a copy in which a recipe's lines first move, and then change."""
 
     def check(option: str = "", code: int = 0) -> dict[str, str]:
-        lines = run(f"{tmp_path}/recipes/check.sh {option}", tmp_path, code).stdout.splitlines()
+        lines = run(f"{tmp_path}/tools/check_recipes.sh {option}", tmp_path, code).stdout.splitlines()
         return {re.search(r"recipes/(\S+)", line)[1]: line.partition(":")[0] for line in lines}
 
     copy_programs(tmp_path)
     patch = Path(shutil.copytree(RECIPES, tmp_path / "recipes")) / "data" / "mapped.patch"
+    shutil.copytree(TOOLS, tmp_path / "tools")
     good = {f"{path.parent.name}/{path.name}": "applies" for path in RECIPES.glob("*/*.patch")}
     config = (tmp_path / "config.py").read_text()
     (tmp_path / "config.py").write_text("# a new line\n" + config)
@@ -323,8 +217,8 @@ def test_check_says_which_recipe_no_longer_applies(tmp_path: Path):
 
 
 def test_the_pages_count_the_lines_as_check_does():
-    counted = re.findall(r"recipes/(\S+)  \((\d+) files, (\d+) lines\)", run(f"{RECIPES}/check.sh", REPO).stdout)
-    pages = "".join((RECIPES / page).read_text() for page in ("README.md", "data.md"))
+    counted = re.findall(r"recipes/(\S+)  \((\d+) files, (\d+) lines\)", run("tools/check_recipes.sh", REPO).stdout)
+    pages = (RECIPES / "README.md").read_text()
     for recipe, files, lines in counted:
         row = next(line for line in pages.splitlines() if f"]({recipe}) |" in line)
         assert f"| {files} | {lines} |" in row or f"| {lines} |" in row, row

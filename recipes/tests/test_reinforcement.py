@@ -1,4 +1,4 @@
-"""recipes/kinds/reinforcement.patch: a policy that learns from episodes it plays."""
+"""recipes/methods/reinforcement.patch: a policy that learns from episodes it plays."""
 
 import json
 import math

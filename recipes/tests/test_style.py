@@ -16,8 +16,8 @@ PAGES = [
     "docs/speed.md",
     "docs/fabric.md",
     "recipes/README.md",
-    "recipes/data.md",
-    "recipes/edits.md",
+    "docs/data.md",
+    "docs/edits.md",
 ]
 DIFFS = [diff for page in PAGES for diff in diffs(page)]
 

@@ -1,4 +1,4 @@
-"""recipes/kinds/text_classification.patch: applied to a copy of the programs, and run with transformers."""
+"""recipes/methods/text_classification.patch: applied to a copy of the programs, and run with transformers."""
 
 import importlib.util
 import json

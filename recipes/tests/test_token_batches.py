@@ -1,4 +1,4 @@
-"""recipes/kinds/token_batches.patch: batches with a budget of tokens, from sequences of similar lengths."""
+"""recipes/methods/token_batches.patch: batches with a budget of tokens, from sequences of similar lengths."""
 
 import json
 import math

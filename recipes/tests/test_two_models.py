@@ -1,4 +1,4 @@
-"""recipes/kinds/two_models.patch: co-teaching, two models with an optimizer each, on labels of which some are wrong."""
+"""recipes/methods/two_models.patch: co-teaching, two models with an optimizer each, on labels partly wrong."""
 
 import re
 from pathlib import Path

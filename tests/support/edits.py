@@ -104,10 +104,28 @@ def copy_programs(folder: Path) -> Path:
     return folder
 
 
-def apply(patch: str, folder: Path) -> Path:
-    """Applies the text of a patch to the programs in `folder`."""
+def apply(change: str, folder: Path) -> Path:
+    """Makes a change to the programs in `folder`: the text of a patch, or an edit that a page shows."""
+    if "\n@@ " not in change:
+        return make_as_shown(change, folder)
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # of any repository
-    subprocess.run(["git", "apply"], input=patch, text=True, cwd=folder, env=outside, check=True)
+    subprocess.run(["git", "apply"], input=change, text=True, cwd=folder, env=outside, check=True)
+    return folder
+
+
+def make_as_shown(edit: str, folder: Path) -> Path:
+    """Makes an edit as a reader of the page would: for each file, whose name stands behind a #, the places in it, with
+    an empty line between them. The lines with a - go, those with a + come, and the others say where."""
+    for part in re.split(r"^# (?=\S+$)", edit, flags=re.MULTILINE)[1:]:
+        name, _, places = part.partition("\n")
+        text = (folder / name).read_text()
+        for place in re.split(r"\n\n+", places.strip("\n")):
+            lines = place.split("\n")
+            assert {line[0] for line in lines} <= {" ", "-", "+"}, place
+            old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in signs) for signs in (" -", " +"))
+            assert f"\n{text}".count(f"\n{old}") == 1, f"{name} has not once:\n{old}"
+            text = f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
+        (folder / name).write_text(text)
     return folder
 
 

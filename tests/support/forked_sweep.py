@@ -1,4 +1,4 @@
-"""`PROGRAM/recipes/sweep.py ...`, whose runs are forks of a process that has imported torch: each begins 2 seconds
+"""`PROGRAM/tools/sweep.py ...`, whose runs are forks of a process that has imported torch: each begins 2 seconds
 sooner. They do not end with a sweep that is killed, and /proc shows other command lines.
 
 python forked_sweep.py PROGRAM ...
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [f"{sys.argv.pop(1)}/recipes", str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [f"{sys.argv.pop(1)}/tools", str(Path(__file__).resolve().parents[1])]
 sys.argv[0] = "sweep.py"  # what its errors begin with
 
 import sweep  # noqa: E402

@@ -25,6 +25,7 @@ from edits import apply, copy_programs
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "recipes"
+TOOLS = REPO / "tools"
 needs_recipes = pytest.mark.skipif(not RECIPES.exists(), reason="recipes/ has been deleted")
 
 zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
@@ -61,7 +62,7 @@ TWO_SAVES = (
 ON_2 = "--devices 2 --strategy ddp"
 PREEMPTED = 75
 MEASURED = ("samples_per_second", "data_wait", "peak_memory_mb")  # what differs from one run to the next
-MEASURED_TOKENS = ("tokens_per_second", "mfu")  # likewise, of recipes/kinds/language_model.patch
+MEASURED_TOKENS = ("tokens_per_second", "mfu")  # likewise, of recipes/methods/language_model.patch
 # --standalone: on a free port, with each version of torch; other tests start torchrun at the same time.
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # which --max-restarts needs
@@ -82,7 +83,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def start(command: str, cwd: Path, repo: Path = REPO, stdout: int = subprocess.PIPE, **env: str) -> subprocess.Popen:
-    """Starts `train.py ...`, `test.py ...` or a script of recipes/ in `cwd`, as the leader of a process group."""
+    """Starts `train.py ...`, `test.py ...` or a script of tools/ in `cwd`, as the leader of a process group."""
     script, _, options = command.partition(" ")
     interpreter = "bash" if script.endswith(".sh") else sys.executable
     return zygote.popen(
@@ -109,7 +110,7 @@ def run(command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.Comple
 
 
 def run_forked_sweep(words: str, cwd: Path, code: int = 0, program: Path = REPO) -> subprocess.CompletedProcess:
-    """Runs recipes/sweep.py, whose runs are forks: for a sweep that is left alone."""
+    """Runs tools/sweep.py, whose runs are forks: for a sweep that is left alone."""
     return run(f"tests/support/forked_sweep.py {program} {words}", cwd, code, ZYGOTE_CHANNEL="")
 
 
@@ -119,7 +120,7 @@ def call(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
     script, _, options = command.partition(" ")
     path, out, err = REPO / script, io.StringIO(), io.StringIO()
     programs = {file.stem for folder in (REPO, path.parent) for file in folder.glob("*.py")} | {"runtime"}
-    if path.parent not in (REPO, RECIPES):
+    if path.parent not in (REPO, TOOLS):
         programs |= {folder.name for folder in path.parent.iterdir() if folder.is_dir()}  # packages of its own
     modules = taken(programs)
     environment = dict(os.environ)
@@ -433,12 +434,12 @@ def truncate(path: Path) -> None:
 
 
 def diffs(page: str) -> list[str]:
-    """The diffs of a page of the documentation."""
+    """The edits that a page of the documentation shows."""
     return re.findall(r"^```diff\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 def edited(diff: str, folder: Path) -> Path:
-    """A copy of the programs in `folder`, with the diff applied."""
+    """A copy of the programs in `folder`, with the edit made."""
     return apply(diff, copy_programs(folder))
 
 

@@ -93,7 +93,7 @@ def options(program: Path, text: Path) -> str:
 
 @needs_recipes
 def test_check_knows_the_patch_and_the_pages_count_its_lines_as_check_does():
-    checked = run("recipes/check.sh", REPO).stdout
+    checked = run("tools/check_recipes.sh", REPO).stdout
     files, lines = re.search(r"applies: benchmarks/nanogpt.patch  \((\d+) files, (\d+) lines\)", checked).groups()
     for page in PAGES:
         assert f"{lines} lines in {files} files" in " ".join(page.read_text().split())

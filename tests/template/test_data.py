@@ -398,7 +398,7 @@ def test_randomness_is_a_function_of_seed_and_micro_batch(make):
     assert sum(expected[0, sample] != expected[1, sample] for sample in samples) > 20
 
 
-# Stands before `build_datasets`, which it replaces: METHOD is that of recipes/data.md.
+# Stands before `build_datasets`, which it replaces: METHOD is that of docs/data.md.
 WITH_GENERATOR = """
 class WithGenerator(Dataset):
     num_classes = 10

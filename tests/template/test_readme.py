@@ -48,9 +48,9 @@ LINKED = [
     "docs/notebooks.md",
     "docs/upgrades.md",
     "recipes/README.md",
-    "recipes/data.md",
-    "recipes/edits.md",
-    "recipes/cluster/slurm.md",
+    "docs/data.md",
+    "docs/edits.md",
+    "docs/slurm.md",
 ]
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]

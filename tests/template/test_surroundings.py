@@ -122,7 +122,7 @@ def test_a_program_that_a_data_worker_has_started_does_not_ignore_signals(tmp_pa
 
 
 def test_with_a_session_of_its_own_a_program_of_a_data_worker_outlives_a_signal_to_the_group(tmp_path, program, cwd):
-    """So the run can save. recipes/data.md says so."""
+    """So the run can save. docs/data.md says so."""
     repo = with_a_program(program, ", start_new_session=True")
     process, pids = started(cwd, f"--num_workers 1 {ON_2}", repo=repo)
     terminate_group(process)

@@ -17,10 +17,10 @@ from edits import copy_programs, insert_after, insert_before, replace
 from helpers import (
     LONG,
     ON_2,
-    RECIPES,
     REPO,
     SMALL,
     STEPS,
+    TOOLS,
     TORCHRUN,
     assert_same_run,
     call,
@@ -603,8 +603,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_finite_checkpoints(ru
     (line,) = [line for line in lines if "rank 1: " not in line]
     name = run_dir(done.cwd).name
     assert line.endswith(f"; the checkpoints are whole, continue with: python train.py --resume {name}")
-    if RECIPES.exists():
-        assert f"; look into the first such step with: python recipes/replay.py {name} --step " in line
+    if TOOLS.exists():
+        assert f"; look into the first such step with: python tools/replay.py {name} --step " in line
     assert not (run_dir(done.cwd) / "model.pt").exists()
     assert "step-00000003" in checkpoint_names(done)
     for checkpoint_name in checkpoint_names(done):
@@ -622,8 +622,8 @@ def test_a_loss_that_is_not_finite_in_the_first_step_of_a_resume_is_told(tmp_pat
 def test_a_loss_that_is_not_finite_names_no_script_or_run_that_is_not_there(options: str, tmp_path):
     program = copy_programs(tmp_path / "program")
     if options:  # its run directory is removed
-        (program / "recipes").mkdir()
-        (program / "recipes" / "replay.py").touch()
+        (program / "tools").mkdir()
+        (program / "tools" / "replay.py").touch()
     error = call(f"{program}/train.py {DIVERGE} {options}", tmp_path, code=1).stderr
     assert "find the first such step by --log_interval 1" in error and "replay.py" not in error
 

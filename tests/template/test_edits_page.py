@@ -1,0 +1,645 @@
+"""The edits of docs/edits.md: each applies to the code as it is, and a run with it is resumed exactly."""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
+from helpers import (
+    LONG,
+    ON_2,
+    REPO,
+    SMALL,
+    assert_same_run,
+    assert_same_training,
+    call,
+    diffs,
+    edited,
+    history,
+    killed_and_resumed,
+    last_summary,
+    on_one_and_two,
+    run,
+    run_dir,
+    weights,
+    with_recipe,
+)
+from sklearn.metrics import jaccard_score
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from config import TrainConfig
+from data import build_datasets
+
+PAGE = diffs("docs/edits.md")
+MEAN, REFERENCE, NO_DECAY, MUON, EXPONENTIAL, VAL_SETS, HPARAMS, LAZY, SYNC, CHECKPOINTING, *OTHERS = PAGE
+IGNORED, THAW, LAST_FIT, HUB, HUGGING_FACE = OTHERS
+TWELVE = f"{LONG} --epochs 12"
+
+pytestmark = pytest.mark.recipes
+
+
+ON_TOP_OF = {MUON: "language_model", IGNORED: "segmentation", THAW: "finetune", LAST_FIT: "crossvalidation"}
+
+
+def assert_resumed_and_the_same_on_two_processes(diff: str, cwd: Path, options: str = "") -> tuple[Path, Path]:
+    """Returns the edited programs, and where the run that was not killed is."""
+    (cwd / "program").mkdir()
+    program = edited(diff, cwd / "program")
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} {options}".strip(), cwd)
+    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8 {options}".strip(), cwd)
+    assert_same_training(two, one)
+    return program, whole
+
+
+def results(program: Path, cwd: Path, split: str) -> dict:
+    """Those of the last checkpoint."""
+    call(f"{program}/test.py --accelerator cpu --checkpoint last --split {split}", cwd)
+    (path,) = run_dir(cwd).glob(f"test_{split}_*.json")
+    return json.loads(path.read_text())["results"]
+
+
+# ---- more than means from compute_loss
+
+
+@pytest.fixture(scope="module")
+def with_mean(tmp_path_factory) -> Path:
+    return edited(MEAN, tmp_path_factory.mktemp("program"))
+
+
+def test_a_buffer_that_the_loop_changes_is_the_mean_of_all_micro_batches_and_processes(with_mean, tmp_path):
+    """After one step: of four micro-batches on one process, of two on each of two. One that `forward` changes counts
+    those of the first process alone."""
+    program = edited(MEAN, tmp_path / "program")
+    append = "        found.append(images.mean(0))\n"
+    keep = '        torch.save(images, f\'{len([*__import__("pathlib").Path().glob("*.pt")])}.pt\')\n'
+    with_text(program, "train.py", (append, append + keep))
+    insert_before(program, "forward", "        self.count += self.training\n")
+    insert_before(program, "layers", '        self.register_buffer("count", torch.zeros(()))\n')
+    with_text(program, "model.py", ("from torch import Tensor, nn\n", "import torch\nfrom torch import Tensor, nn\n"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    run(f"{program}/{LONG} --max_steps 1", one)
+    images = torch.cat([torch.load(path) for path in one.glob("*.pt")])
+    assert len(images) == 64
+    torch.testing.assert_close(weights(one)["mean"], images.mean(0) * 0.01)
+    run(f"{program}/{LONG} --max_steps 1 {ON_2}", two)
+    torch.testing.assert_close(weights(two)["mean"], weights(one)["mean"])
+    assert (weights(one)["count"], weights(two)["count"]) == (4, 2)
+
+
+def test_a_run_with_a_buffer_that_the_loop_changes_is_resumed_evaluated_and_the_same_on_two_processes(
+    with_mean, tmp_path
+):
+    whole, _ = killed_and_resumed(f"{with_mean}/{TWELVE}", tmp_path)
+    assert results(with_mean, whole, "test")["accuracy"] > 0.8
+    one, two = on_one_and_two(f"{with_mean}/{LONG} --max_steps 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- a frozen model that the loss needs
+
+
+@pytest.fixture(scope="module")
+def with_reference(tmp_path_factory) -> Path:
+    program = edited(REFERENCE, tmp_path_factory.mktemp("program"))
+    return insert_after(program, "step is done", "assert not config.reference or not model.reference[0].training")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Path:
+    """A finished run, with more dropout than the models that are compared with it. To be read, not changed."""
+    cwd = tmp_path_factory.mktemp("reference")
+    call(f"train.py {SMALL} --width 6 --dropout 0.9 --out_dir reference", cwd)
+    return run_dir(cwd, "reference")
+
+
+def test_a_frozen_model_is_asked_in_validations_and_by_test_py(with_reference, reference, tmp_path):
+    """It is in no checkpoint and not counted, and does not draw random numbers."""
+    call(f"{with_reference}/train.py {SMALL} --limit_val_batches 1.0 --reference {reference}", tmp_path)
+    last = history(tmp_path)[-1]
+    found = results(with_reference, tmp_path, "val")
+    assert found["distance"] == pytest.approx(float(last["val/distance"])) and found["distance"] > 1
+    assert found["loss"] == pytest.approx(float(last["val/loss"])) and found["loss"] > found["distance"]
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    call(f"train.py {SMALL}", plain)
+    assert last_summary(tmp_path)["parameters"] == last_summary(plain)["parameters"]
+    assert weights(tmp_path).keys() == weights(plain).keys()
+    checkpoint = torch.load(next(run_dir(tmp_path).glob("checkpoints/step-*.ckpt")))
+    assert checkpoint["model"].keys() == weights(plain).keys()
+
+
+def test_without_the_option_nothing_has_changed(with_reference, tmp_path):
+    whole, plain = tmp_path / "whole", tmp_path / "plain"
+    whole.mkdir(), plain.mkdir()
+    call(f"{with_reference}/train.py {SMALL}", whole)
+    call(f"train.py {SMALL}", plain)
+    assert_same_run(whole, plain)
+
+
+def test_a_run_with_a_frozen_model_is_resumed_and_the_same_on_two_processes(with_reference, reference, tmp_path):
+    killed_and_resumed(f"{with_reference}/{TWELVE} --reference {reference}", tmp_path)
+    one, two = on_one_and_two(f"{with_reference}/{LONG} --max_steps 8 --reference {reference}", tmp_path)
+    assert_same_training(two, one)
+
+
+@pytest.mark.parametrize(
+    "options", ["--precision bf16-mixed", "--precision bf16-true", pytest.param("--compile", marks=pytest.mark.night)]
+)
+def test_a_frozen_model_beside_one_in_another_precision_or_compiled(options: str, with_reference, reference, tmp_path):
+    call(f"{with_reference}/train.py --accelerator cpu --fast_run --reference {reference} {options}", tmp_path)
+
+
+def test_an_option_that_names_a_run_is_resolved_as_out_dir(with_reference, reference, tmp_path):
+    """By its path, by its name, and by that without the time; in root_dir."""
+    for name in (reference, reference.name, "reference"):
+        done = call(
+            f"{with_reference}/train.py {SMALL} --fast_run --root_dir {reference.parent} --reference {name}", tmp_path
+        )
+        assert (f"--reference reference: the run is {reference}" in done.stdout) == (name == "reference")
+    error = call(f"{with_reference}/train.py {SMALL} --reference other", tmp_path, code=2).stderr
+    assert error.startswith("train.py: error: --reference other: no such run") and error.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+# ---- no weight decay of biases and norms
+
+
+def test_matrices_alone_decay(tmp_path):
+    """Without gradients. The model has a norm, too."""
+    program = edited(NO_DECAY, tmp_path / "program")
+    replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\nnn.GroupNorm(2, width),\n")
+    replace(program, "values", '{"loss": 0 * F.cross_entropy(logits, targets)}')
+    call(f"{program}/train.py {SMALL} --weight_decay 0.5 --checkpoint_interval 1 --num_checkpoint_keep 0", tmp_path)
+    folder = run_dir(tmp_path) / "checkpoints"
+    first, last = (torch.load(folder / f"step-{step:08}.ckpt")["model"] for step in (1, 20))
+    shrunk = {name for name in first if not torch.equal(first[name], last[name])}
+    assert shrunk == {name for name, tensor in first.items() if tensor.ndim > 1} < {*first}
+    assert all(last[name].norm() < first[name].norm() for name in shrunk)
+
+
+def test_a_run_with_two_groups_is_resumed_and_the_same_on_two_processes(tmp_path):
+    """Without weight decay it is the plain run."""
+    (tmp_path / "program").mkdir()
+    program = edited(NO_DECAY, tmp_path / "program")
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --weight_decay 0", tmp_path)
+    (tmp_path / "plain").mkdir()
+    call(f"{TWELVE} --weight_decay 0", tmp_path / "plain")
+    torch.testing.assert_close(weights(whole), weights(tmp_path / "plain"), atol=0, rtol=0)
+    one, two = on_one_and_two(f"{program}/{LONG} --weight_decay 0.5 --max_steps 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- Muon beside AdamW, on top of the language model
+
+FEW = f"train.py {SMALL} --epochs 2 --val_frequency 2 --logger_name csv"  # 8 steps
+
+
+@pytest.fixture(scope="module")
+def with_muon(tmp_path_factory) -> Path:
+    return apply(MUON, with_recipe("language_model", tmp_path_factory.mktemp("program")))
+
+
+def last_checkpoint(cwd: Path) -> dict:
+    return torch.load(max(run_dir(cwd).glob("checkpoints/step-*.ckpt")))
+
+
+def test_muon_trains_the_matrices_of_the_hidden_layers_and_adamw_the_others(with_muon, tmp_path):
+    call(f"{with_muon}/{FEW}", tmp_path)
+    saved = last_checkpoint(tmp_path)
+    (adamw,), (muon,) = (saved["checkpoint"]["optimizers"][name] for name in ("optimizer", "muon"))
+    assert len(muon["parameters"]) == 3 * 4 and all(name.startswith("model.blocks.") for name in muon["parameters"])
+    assert (adamw["class"], muon["class"]) == ("AdamW", "Muon")
+    hidden, others = (
+        {name.removeprefix("model.").split()[0] for name in group["parameters"]} for group in (muon, adamw)
+    )
+    assert hidden | others == {*saved["model"]} and not hidden & others
+    assert {saved["model"][name].ndim for name in hidden} == {2}
+
+
+def test_each_optimizer_has_a_rate_of_its_own_and_the_norm_is_that_of_all_gradients(with_muon, tmp_path):
+    """Where Muon's is 0, the hidden matrices stay as they were. The norm is that of the recipe alone."""
+    program = with_recipe("language_model", tmp_path / "program")
+    groups = 'torch.optim.Muon([{"params": hidden, "lr": 0.0}], '
+    still = apply(MUON.replace("torch.optim.Muon(hidden, ", groups), program)
+    weights_of, norms = {}, {}
+    for name, script in {
+        "still": still,
+        "muon": with_muon,
+        "plain": with_recipe("language_model", tmp_path / "plain"),
+    }.items():
+        (tmp_path / f"{name}_runs").mkdir()
+        options = "--checkpoint_interval 1 --log_interval 1 --num_checkpoint_keep 0"
+        call(f"{script}/{FEW} {options}", tmp_path / f"{name}_runs")
+        folder = run_dir(tmp_path / f"{name}_runs") / "checkpoints"
+        weights_of[name] = [torch.load(folder / f"step-{step:08}.ckpt")["model"] for step in (1, 8)]
+        norms[name] = float(history(tmp_path / f"{name}_runs")[0]["train/grad_norm"])
+    for name, tensor in weights_of["still"][0].items():
+        is_hidden = name.startswith("blocks.") and tensor.ndim == 2
+        assert torch.equal(tensor, weights_of["still"][1][name]) == is_hidden, name
+        assert not torch.equal(weights_of["muon"][0][name], weights_of["muon"][1][name])
+    assert norms["muon"] == pytest.approx(norms["plain"], rel=1e-5)
+
+
+def test_a_run_with_muon_is_resumed_exactly(with_muon, tmp_path):
+    options = "--epochs 8 --val_frequency 4 --max_grad_norm 0.5"
+    whole, killed = killed_and_resumed(f"{with_muon}/{LONG} {options}", tmp_path)
+    for name in ("optimizer", "muon"):
+        states = [last_checkpoint(cwd)[name]["state"] for cwd in (killed, whole)]
+        torch.testing.assert_close(*states, atol=0, rtol=0)
+
+
+def test_two_processes_train_the_same_with_muon(with_muon, tmp_path):
+    """Its steps are computed in bfloat16."""
+    one, two = on_one_and_two(f"{with_muon}/{FEW} --micro_batch_size 32", tmp_path)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("options", ["--precision bf16-mixed", pytest.param("--compile", marks=pytest.mark.night)])
+def test_muon_in_mixed_precision_and_compiled(options: str, with_muon, tmp_path):
+    call(f"{with_muon}/{FEW} --fast_run {options}", tmp_path)
+
+
+# ---- another schedule, BatchNorm over all GPUs
+
+
+def test_the_exponential_schedule_falls_by_its_factor_in_each_epoch(tmp_path):
+    program = edited(EXPONENTIAL, tmp_path / "program")
+    call(
+        f"{program}/train.py {SMALL} --warmup_epochs 1 --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path
+    )
+    rates = [float(row["lr"]) for row in history(tmp_path)]
+    assert rates[4:] == pytest.approx([4e-3 * 0.5 ** ((step - 5) / 4) for step in range(5, 21)])
+
+
+def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path):
+    program = edited(SYNC, tmp_path / "program")
+    replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n")
+    run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
+    assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
+
+
+# ---- several validation sets
+
+
+@pytest.fixture(scope="module")
+def with_two_sets(tmp_path_factory) -> Path:
+    return edited(VAL_SETS, tmp_path_factory.mktemp("program"))
+
+
+def test_a_second_validation_set_is_logged_monitored_and_evaluated(with_two_sets, tmp_path):
+    options = "--limit_val_batches 1.0 --monitor val/mirrored_accuracy --monitor_mode max"
+    done = call(f"{with_two_sets}/train.py {SMALL} --width 16 {options}", tmp_path)
+    rows = history(tmp_path)
+    best = max(float(row["val/mirrored_accuracy"]) for row in rows)
+    assert last_summary(tmp_path)["best"] == best and "val/mirrored_loss" in done.stdout
+    assert float(rows[-1]["val/accuracy"]) > float(rows[-1]["val/mirrored_accuracy"]) > 0
+    for split, prefix in (("val", "val/"), ("mirrored", "val/mirrored_")):
+        found = results(with_two_sets, tmp_path, split)
+        for name in ("loss", "accuracy"):
+            assert found[name] == pytest.approx(float(rows[-1][f"{prefix}{name}"]))
+
+
+def test_a_run_with_two_validation_sets_is_resumed_and_the_same_on_two_processes(with_two_sets, tmp_path):
+    whole, _ = killed_and_resumed(f"{with_two_sets}/{TWELVE}", tmp_path)
+    (tmp_path / "plain").mkdir()
+    call(TWELVE, tmp_path / "plain")
+    torch.testing.assert_close(weights(whole), weights(tmp_path / "plain"), atol=0, rtol=0)
+    one, two = on_one_and_two(f"{with_two_sets}/{LONG} --max_steps 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- the options in TensorBoard
+
+
+def hparams_tab(folder: Path) -> dict[str, tuple[dict, dict]]:
+    """What TensorBoard's own code finds for its HParams tab: by the name of a run its options and its metrics."""
+    multiplexer = EventMultiplexer()
+    multiplexer.AddRunsFromDirectory(str(folder))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(folder))
+    statuses = api_pb2.Status.values()
+    request = api_pb2.ListSessionGroupsRequest(slice_size=10, allowed_statuses=statuses)
+    context = backend_context.Context(TBContext(data_provider=provider))
+    groups = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
+    found = {}
+    for group in groups:
+        options = {name: value.string_value or value.number_value for name, value in group.hparams.items()}
+        found[group.name] = options, {each.name.tag: each.value for each in group.metric_values}
+    return found
+
+
+def test_the_hparams_tab_has_each_run_once_with_its_options_and_last_values(tmp_path):
+    """Also after a resume, which leaves the options of the first start."""
+    program = edited(HPARAMS, tmp_path / "program")
+    for name, width in (("narrow", 2), ("wide", 5)):
+        call(f"{program}/train.py {SMALL} --width {width} --out_dir {name}", tmp_path)
+    call(f"{program}/train.py --resume wide --epochs 6", tmp_path)
+    found = hparams_tab(tmp_path)
+    assert {*found} == {run_dir(tmp_path, "narrow").name, run_dir(tmp_path, "wide").name}
+    for name, width in (("narrow", 2), ("wide", 5)):
+        folder = run_dir(tmp_path, name)
+        options, metrics = found[folder.name]
+        assert {*options} == {*yaml.safe_load((folder / "config.yaml").read_text())}
+        assert (options["width"], options["epochs"], options["deterministic"]) == (width, 5, "True")
+        summary = json.loads((folder / "summary.json").read_text())
+        assert metrics["vitals/best"] == pytest.approx(summary["best"])
+        for value in ("train/loss", "val/loss", "val/accuracy"):
+            assert metrics[value] == pytest.approx(summary["last"][value])
+
+
+def test_a_run_with_its_options_in_tensorboard_is_resumed_and_the_same_on_two_processes(tmp_path):
+    assert_resumed_and_the_same_on_two_processes(HPARAMS, tmp_path, "--logger_name csv tensorboard")
+
+
+# ---- lazy layers, activation checkpointing, torch.hub
+
+
+def test_a_model_with_lazy_layers_is_evaluated_resumed_and_the_same_on_two_processes(tmp_path):
+    program, whole = assert_resumed_and_the_same_on_two_processes(LAZY, tmp_path)
+    assert weights(whole)["layers.8.weight"].shape == (10, 2 * 4 * 2 * 2)
+    assert results(program, whole, "test")["accuracy"] > 0.7
+
+
+FORWARDS = "model.module.layers[0].register_forward_hook(lambda *_: print('forward'))"
+
+
+@pytest.mark.parametrize("options", ["", "--precision bf16-mixed"])
+def test_activation_checkpointing_computes_the_first_part_twice_and_the_same_in_each_bit(options: str, tmp_path):
+    """With dropout. 20 steps of 4 micro-batches."""
+    forwards = {}
+    for name, edit in (("plain", copy_programs), ("edited", lambda folder: edited(CHECKPOINTING, folder))):
+        program = insert_after(edit(tmp_path / f"program_{name}"), "set-up is done", FORWARDS)
+        (tmp_path / name).mkdir()
+        command = f"{program}/train.py {SMALL} --micro_batch_size 16 --dropout 0.5 {options}"
+        forwards[name] = call(command, tmp_path / name).stdout.count("forward\n")
+    assert_same_run(tmp_path / "edited", tmp_path / "plain")
+    assert forwards["edited"] == forwards["plain"] + 20 * 4
+
+
+def test_a_run_with_activation_checkpointing_is_resumed_and_the_same_on_two_processes(tmp_path):
+    assert_resumed_and_the_same_on_two_processes(CHECKPOINTING, tmp_path)
+
+
+# ---- pixels without a class, on top of segmentation
+
+LAST_LINE = "    return torch.from_numpy(images)"
+BORDER = (LAST_LINE, f"    masks[:, :4] = masks[:, -4:] = 255\n{LAST_LINE}")
+
+
+@pytest.fixture(scope="module")
+def with_ignored(tmp_path_factory) -> Path:
+    """Two borders of each scene have no class."""
+    program = apply(IGNORED, with_recipe("segmentation", tmp_path_factory.mktemp("program")))
+    return with_text(program, "scenes.py", BORDER)
+
+
+def test_pixels_without_a_class_count_in_no_metric_and_have_no_loss(with_ignored, tmp_path):
+    """As scikit-learn computes the IoU from the others."""
+    call(f"{with_ignored}/train.py {SMALL} --limit_train_batches 1.0 --epochs 1", tmp_path)
+    call(f"{with_ignored}/test.py --accelerator cpu --predictions", tmp_path)
+    predictions, masks = torch.load(run_dir(tmp_path) / "predictions_test_best.pt")
+    assert (masks == 255).sum() == masks.numel() / 3
+    found = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
+    known = masks != 255
+    expected = jaccard_score(masks[known], predictions[known], labels=range(11), average=None, zero_division=0)
+    assert found["class_iou"] == pytest.approx(expected, abs=1e-5)
+    assert found["iou"] == pytest.approx(expected.mean(), abs=1e-5) and "class_iou" not in history(tmp_path)[-1]
+
+
+def test_a_run_with_pixels_without_a_class_is_resumed_and_the_same_on_two_processes(with_ignored, tmp_path):
+    killed_and_resumed(f"{with_ignored}/{TWELVE}", tmp_path)
+    one, two = on_one_and_two(f"{with_ignored}/{LONG} --max_steps 8 --micro_batch_size 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- a warm-up of the thawed body, on top of finetune
+
+
+def test_the_rate_of_the_body_rises_after_the_thaw_also_after_a_resume(tmp_path):
+    """Thawed after 8 of 96 steps. The weights would differ if the rate did."""
+    program = apply(THAW, with_recipe("finetune", tmp_path / "program"))
+    options = "--freeze_epochs 1 --body_lr 0.5 --checkpoint_interval 1 --num_checkpoint_keep 0"
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} {options}", tmp_path)
+    for step in (8, 9, 33, 58, 96):
+        saved = torch.load(run_dir(whole) / "checkpoints" / f"step-{step:08}.ckpt")
+        head, body = saved["optimizer"]["param_groups"]
+        assert body["lr"] == pytest.approx(head["lr"] * 0.5 * min(step - 8, 50) / 50)
+
+
+# ---- a last fit on all folds, on top of crossvalidation
+
+
+def test_the_last_fit_has_all_samples_but_those_of_the_test_set(tmp_path):
+    program = apply(LAST_FIT, with_recipe("crossvalidation", tmp_path / "program"))
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --fold -1", tmp_path)
+    assert "1,417 training samples" in (run_dir(whole) / "train.log").read_text()
+    assert results(program, whole, "test")["accuracy"] > 0.7
+    error = call(f"{program}/train.py {SMALL} --fold -2", tmp_path, code=2).stderr
+    assert "--fold -2: must be at least -1" in error
+
+
+HUBCONF = """
+from torch import nn
+
+from utils import pixels
+
+
+def small_net(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels(), num_classes))
+"""
+
+
+def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "hubconf.py").write_text(HUBCONF)
+    (repository / "utils.py").write_text("def pixels():\n    return 64\n")
+    program = edited(HUB.replace('"REPOSITORY"', repr(str(repository))), tmp_path / "program")
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
+    assert results(program, whole, "test")["accuracy"] > 0.8
+    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- predictions, torch.export, ONNX, safetensors, Hugging Face's hub: after the code of docs/editing.md
+
+
+def python_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+(LOAD,) = python_of("docs/editing.md")
+PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/edits.md")
+
+
+def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
+    """Runs the code of docs/editing.md, which loads the weights of the run in `cwd`, and other code after it. Returns
+    what it prints."""
+    load = LOAD.replace("20261122-102325-train_out", run_dir(cwd).name)
+    (program / "use.py").write_text(load + code)
+    return run(f"{program}/use.py", cwd, **env).stdout
+
+
+def test_predictions_for_inputs_without_labels_are_those_of_test_py_in_the_order_of_their_names(tmp_path):
+    """The best checkpoint is not the last one. The files are made in another order."""
+    call(f"train.py {SMALL}", tmp_path)
+    folder = run_dir(tmp_path)
+    shutil.copy(folder / "checkpoints" / "step-00000012.ckpt", folder / "checkpoints" / "best.ckpt")
+    call("test.py --out_dir train_out --predictions --accelerator cpu", tmp_path)
+    expected, _ = torch.load(folder / "predictions_test_best.pt")
+    images = build_datasets(TrainConfig(), augment=False)["test"].images
+    (tmp_path / "inputs").mkdir()
+    for number in reversed(range(len(images))):
+        torch.save(images[number].clone(), tmp_path / "inputs" / f"{number:03}.pt")
+    run_code(PREDICT, copy_programs(tmp_path / "program"), tmp_path)
+    found = torch.load(tmp_path / "predictions.pt")
+    assert found["names"] == [f"{number:03}.pt" for number in range(len(images))]
+    torch.testing.assert_close(found["logits"], expected)
+
+
+def test_predictions_for_a_tensor_of_inputs(tmp_path):
+    call(f"train.py {SMALL}", tmp_path)
+    call("test.py --out_dir train_out --predictions --accelerator cpu", tmp_path)
+    expected, _ = torch.load(run_dir(tmp_path) / "predictions_test_best.pt")
+    torch.save(build_datasets(TrainConfig(), augment=False)["test"].images, tmp_path / "inputs.pt")
+    code = PREDICT.replace('Files("inputs")', 'torch.load("inputs.pt")')
+    code = code[: code.index("torch.save(")] + "torch.save(logits, 'logits.pt')\n"
+    run_code(code, copy_programs(tmp_path / "program"), tmp_path)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_predictions_for_inputs_of_different_lengths_and_a_model_with_several_outputs():
+    """The expression of the page."""
+    text = " ".join((REPO / "docs/edits.md").read_text().split())
+    (code,) = re.findall(r"`(\[row for [^`]*\])`", text)
+    inputs = [torch.full((length,), float(length)) for length in (3, 1, 5)]
+    pad = partial(pad_sequence, batch_first=True)
+    names = {"DataLoader": partial(DataLoader, batch_size=2), "inputs": inputs, "pad": pad, "model": lambda x: (-x, 0)}
+    rows = eval(code, names)
+    assert [row.tolist() for row in rows] == [[-3, -3, -3], [-1, 0, 0], [-5] * 5]
+
+
+def test_a_recurrent_layer_is_exported_for_the_length_of_the_example_alone():
+    """Otherwise the page would not be right."""
+    model = torch.nn.GRU(4, 5, batch_first=True)
+    example = (torch.randn(2, 7, 4),)
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    torch.export.export(model, example, dynamic_shapes=[{0: batch}])
+    with pytest.raises(Exception, match="marked length as dynamic"):
+        torch.export.export(model, example, dynamic_shapes=[{0: batch, 1: length}])
+
+
+def test_an_exported_model_gives_the_same_logits_for_batches_of_any_size(tmp_path):
+    call(f"train.py {SMALL} --epochs 1", tmp_path)
+    check = """
+for size in (1, 2, 7):
+    images = torch.stack([dataset[i][0] for i in range(size)])
+    torch.testing.assert_close(torch.export.load("model.pt2").module()(images), model(images))
+print("the same")
+"""
+    assert run_code(EXPORT + check, copy_programs(tmp_path / "program"), tmp_path).endswith("the same\n")
+
+
+def test_a_model_in_onnx_gives_the_same_logits_for_batches_of_any_size(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    call(f"train.py {SMALL} --epochs 1", tmp_path)
+    check = """
+for size in (1, 2, 7):
+    images = torch.stack([dataset[i][0] for i in range(size)])
+    (logits,) = session.run(None, {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), model(images))
+print("the same")
+"""
+    assert run_code(EXPORT + ONNX + check, copy_programs(tmp_path / "program"), tmp_path).endswith("the same\n")
+    assert [path.name for path in tmp_path.glob("model.onnx*")] == ["model.onnx"]  # with the weights in it
+
+
+TIED = """
+class Model(Model):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.layers[2].weight = self.layers[1].weight
+
+
+"""
+
+
+def with_tied_weights(program: Path) -> Path:
+    """Two layers more, whose weights are one tensor."""
+    line = "nn.Conv2d(channels, width, 3, padding=1),\n"
+    replace(program, "first layer", line + "nn.Conv2d(width, width, 3, padding=1),\n" * 2)
+    return insert_before(program, "functions", TIED)
+
+
+@pytest.mark.parametrize("file", ["model.pt", "best.ckpt"])
+def test_weights_as_safetensors_are_read_back_in_each_bit(file: str, tmp_path):
+    """A tied weight is in the file once, and in the model twice."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    program = with_tied_weights(tmp_path / "program")
+    call(f"{program}/train.py {SMALL} --val_interval 1", tmp_path)
+    load_again = SAFETENSORS.replace("load_model(", "for p in model.parameters(): p.data.zero_()\nload_model(")
+    code = load_again + "torch.save(model.state_dict(), 'read.pt')"
+    expected = weights(tmp_path)
+    if file == "best.ckpt":
+        expected = torch.load(run_dir(tmp_path) / "checkpoints" / file)["model"]
+        code = 'model.load_state_dict(torch.load(run / "checkpoints/best.ckpt")["model"])\n' + code
+    run_code(code, program, tmp_path)
+    read = torch.load(tmp_path / "read.pt")
+    torch.testing.assert_close(read, dict(expected), atol=0, rtol=0)
+    assert torch.equal(read["layers.1.weight"], read["layers.2.weight"])
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    assert len(tensors) == len(read) - 1
+    torch.testing.assert_close(tensors, {name: read[name] for name in tensors}, atol=0, rtol=0)
+
+
+@pytest.fixture
+def with_hub(tmp_path) -> Path:
+    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("safetensors")
+    (tmp_path / "program").mkdir()
+    return edited(HUGGING_FACE, tmp_path / "program")
+
+
+def test_a_model_of_hugging_face_is_loaded_from_a_folder_by_model_py_alone(with_hub, tmp_path):
+    """Without a network, and with the options of the run, which are not the defaults."""
+    call(f"{with_hub}/train.py {SMALL} --dropout 0.5", tmp_path)
+    printed = run_code(PRETRAINED, with_hub, tmp_path, HF_HUB_OFFLINE="1").splitlines()
+    assert printed[-1] == printed[0] and printed[0].startswith("tensor(")
+    assert {path.name for path in (tmp_path / "hub_model").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    config = json.loads((tmp_path / "hub_model" / "config.json").read_text())
+    assert config == {"image_shape": [1, 8, 8], "num_classes": 10, "width": 4, "dropout": 0.5}
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(with_hub / "model.py", alone)
+    (alone / "load.py").write_text(
+        "import torch\nfrom model import Model\n"
+        "model = Model.from_pretrained('hub_model')\ntorch.save(model.state_dict(), 'read.pt')\n"
+    )
+    run(f"{alone}/load.py", tmp_path, HF_HUB_OFFLINE="1")
+    torch.testing.assert_close(torch.load(tmp_path / "read.pt"), dict(weights(tmp_path)), atol=0, rtol=0)
+
+
+def test_a_run_with_a_model_of_hugging_face_is_resumed_exactly(with_hub, tmp_path):
+    """With the bits of the plain run."""
+    whole, _ = killed_and_resumed(f"{with_hub}/{TWELVE}", tmp_path)
+    (tmp_path / "plain").mkdir()
+    call(TWELVE, tmp_path / "plain")
+    torch.testing.assert_close(weights(whole), weights(tmp_path / "plain"), atol=0, rtol=0)

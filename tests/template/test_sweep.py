@@ -1,0 +1,497 @@
+"""tools/sweep.py: searches that are interrupted, killed and started twice end as one that was left alone."""
+
+import json
+import os
+import re
+import resource
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from edits import copy_programs, insert_before, with_text
+from helpers import PREEMPTED, REPO, call, is_running, kill_group, run, run_forked_sweep, start, wait_for
+
+optuna = pytest.importorskip("optuna")
+pytestmark = pytest.mark.recipes
+SWEEP = "tools/sweep.py"
+OPTIONS = (
+    "-- --accelerator cpu --limit_train_batches 4 --limit_val_batches 1 --num_sanity_val_steps 0 --logger_name csv"
+)
+GRID = "width: [4, 5]\nseed: [1, 2]\nepochs: 2\n"
+LONG = "width: [4, 5, 6]\nepochs: 3000\n"  # never ends by itself
+
+
+def trials(cwd: Path, name: str = "grid") -> list:
+    backend = optuna.storages.journal.JournalFileBackend(f"{cwd}/{name}.sweep/journal")
+    return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend)).get_trials()
+
+
+def values(cwd: Path) -> dict[str, float]:
+    """The value of each point. One that was begun again has trials without a value, too."""
+    return {str(trial.params): trial.value for trial in trials(cwd) if trial.value is not None}
+
+
+def finished(cwd: Path) -> dict[Path, dict]:
+    """The directories of the finished runs, and their summaries."""
+    summaries = {path.parent: json.loads(path.read_text()) for path in cwd.glob("*/summary.json")}
+    return {path: summary for path, summary in summaries.items() if summary["state"] == "finished"}
+
+
+def bests(cwd: Path) -> dict[str, float]:
+    """The best value of each finished run, by its name without the time."""
+    runs = finished(cwd)
+    found = {path.name[16:]: summary["best"] for path, summary in runs.items()}
+    assert len(found) == len(runs) == len([*cwd.glob("*/config.yaml")]), "a run was begun twice, or is unfinished"
+    return found
+
+
+def processes(cwd: Path, script: str = "train.py") -> set[int]:
+    """The processes of a script that go on in a folder."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_there = (path / "cwd").resolve() == cwd.resolve()
+            words = (path / "cmdline").read_text(errors="replace").split("\0")
+        except OSError:  # it has ended, or is of somebody else
+            continue
+        if is_there and any(word.endswith(script) for word in words[:2]) and is_running(int(path.name)):
+            found.add(int(path.name))
+    return found
+
+
+@pytest.fixture
+def cwd(tmp_path: Path):
+    """A folder in which nothing goes on after the test."""
+    yield tmp_path
+    for pid in processes(tmp_path, "sweep.py") | processes(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def begun(cwd: Path, runs: int) -> list[Path]:
+    """Waits until that many runs have saved, and returns their directories."""
+    return wait_for(
+        lambda: len(found := {path.parents[1] for path in cwd.glob("*/checkpoints/step-*.ckpt")}) >= runs and found
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    cwd = tmp_path_factory.mktemp("alone")
+    (cwd / "grid.yaml").write_text(GRID)
+    done = run_forked_sweep(f"grid.yaml --jobs 2 {OPTIONS}", cwd)
+    (cwd / "printed").write_text(done.stdout)
+    return cwd
+
+
+def test_a_grid_trains_each_point_with_each_seed_and_takes_the_mean(alone):
+    found = bests(alone)
+    assert {*found} == {f"grid-{number}-seed={seed}" for number in (0, 1) for seed in (1, 2)}
+    for trial in trials(alone):
+        number = trial.user_attrs["number"]
+        assert trial.params["width"] == (4, 5)[number]
+        values = [found[f"grid-{number}-seed={seed}"] for seed in (1, 2)]
+        assert trial.value == pytest.approx(sum(values) / 2)
+
+
+def test_the_last_lines_name_the_runs_of_the_best_trial_and_evaluate_them(alone):
+    *_, best, first, second, table = (alone / "printed").read_text().splitlines()
+    found = max(trials(alone), key=lambda trial: trial.value)
+    number = found.user_attrs["number"]
+    assert best == f"best val/accuracy {found.value:.5g} of 2 trials: {found.params}"
+    for line, seed in ((first, 1), (second, 2)):
+        command = re.fullmatch(rf"next: python (test.py --out_dir \d+-\d+-grid-{number}-seed={seed})", line)[1]
+        assert "best.ckpt on 380 test samples" in call(f"{command} --accelerator cpu", alone).stdout
+    command = table.removeprefix("next: python ").replace("'", "")
+    assert command == "tools/runs.py . --group --sort mean --filter run=grid-*"
+    assert call(command, alone).stdout.count("2 finished") == 2
+
+
+def test_the_journal_and_the_outputs_are_in_one_folder(alone):
+    assert {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-\d-seed", path.name)} == {
+        "grid.yaml", "printed", "grid.sweep"
+    }  # fmt: skip
+    assert {path.name for path in (alone / "grid.sweep").iterdir()} == {"journal", "0.log", "1.log"}
+
+
+def test_a_sweep_that_is_done_trains_nothing(alone):
+    before = {path: path.stat().st_mtime_ns for path in alone.glob("2*/**/*")}
+    done = run(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", alone)
+    assert {path: path.stat().st_mtime_ns for path in alone.glob("2*/**/*")} == before
+    assert done.stdout.splitlines() == (alone / "printed").read_text().splitlines()[-4:]
+
+
+def test_the_first_line_says_how_much_is_trained_and_where_the_outputs_are(alone):
+    first = (alone / "printed").read_text().splitlines()[0]
+    assert first == "points to train: 2 of 2, runs: 4; trial N prints to grid.sweep/N.log"
+
+
+def test_git_takes_neither_runs_nor_sweeps_for_files_of_the_project(alone, tmp_path):
+    shutil.copy(REPO / ".gitignore", tmp_path)
+    for path in alone.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / path.name)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    listed = subprocess.check_output(["git", "ls-files", "--others", "--exclude-standard"], cwd=tmp_path, text=True)
+    assert listed == ".gitignore\n"
+
+
+@pytest.mark.parametrize("stop", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.night)])
+def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_alone(stop, alone, tmp_path):
+    (tmp_path / "grid.yaml").write_text(GRID)
+    process = start(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path)
+    wait_for(lambda: process.poll() is not None or list(tmp_path.glob("*/checkpoints/step-*")))
+    if stop == "SIGKILL":
+        kill_group(process)  # its run is no longer in its group: it saves
+        process.communicate()
+    else:
+        process.send_signal(signal.SIGINT)
+        out = process.communicate()[0]
+        assert "the runs save" in out and process.returncode == PREEMPTED
+        assert out.endswith("2 of 2 points have no result yet: the same command goes on with them\n")
+    both = [start(f"{SWEEP} grid.yaml {OPTIONS}", tmp_path) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate()
+        assert process.returncode == 0, out + err
+    assert bests(tmp_path) == bests(alone)
+    assert values(tmp_path) == values(alone)
+
+
+def test_runs_end_with_a_sweep_that_is_killed_and_save(cwd):
+    (cwd / "grid.yaml").write_text(LONG)
+    process = start(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", cwd)
+    begun(cwd, 2)
+    assert len(processes(cwd)) == 2
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes(cwd))
+    assert [json.loads(path.read_text())["state"] for path in cwd.glob("*/summary.json")] == ["interrupted"] * 2
+
+
+def test_a_run_that_has_not_ended_with_its_sweep_is_waited_for(cwd):
+    """It is held up: the next sweep trains another point, and begins the run again only once it has ended."""
+    (cwd / "grid.yaml").write_text("width: [4, 5]\nepochs: 60\n")
+    process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
+    begun(cwd, 1)
+    (held,) = processes(cwd)
+    os.kill(held, signal.SIGSTOP)
+    kill_group(process)
+    process.communicate()
+    process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
+    assert process.stdout.readline().startswith("points to train: 2 of 2, runs: 2; ")
+    assert process.stdout.readline().startswith("trial 1: ")
+    assert processes(cwd) == {held}
+    os.kill(held, signal.SIGCONT)
+    out, err = process.communicate()
+    assert process.returncode == 0 and out.startswith("trial 0: "), out + err
+    assert {*bests(cwd)} == {"grid-0", "grid-1"}
+
+
+def test_the_same_command_goes_on_with_points_that_were_drawn(cwd):
+    (cwd / "grid.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2}\ndropout: {low: 0, high: 0.5}\n")
+    command = f"{SWEEP} grid.yaml --trials 3 --jobs 2 {OPTIONS} --epochs 40 --width 4"
+    process = start(command, cwd)
+    begun(cwd, 2)
+    kill_group(process)
+    process.communicate()
+    first = {trial.user_attrs["number"]: trial.params for trial in trials(cwd)}
+    run(command, cwd)
+    again = {trial.user_attrs["number"]: trial.params for trial in trials(cwd) if trial.state.name == "COMPLETE"}
+    assert {number: again[number] for number in first} == first and len(again) == len(bests(cwd)) == 3
+
+
+NVIDIA_SMI = """#!/bin/bash
+case $* in
+    --list-gpus) printf '%s\\n' "GPU 0: A (UUID: GPU-0)" "  MIG 1g.5gb Device 0: (UUID: MIG-0)" "GPU 1: A" ;;
+    "--query-gpu=index --format=csv,noheader") printf '%s\\n' 0 1 ;;
+esac
+exit $CODE
+"""
+
+
+@pytest.mark.parametrize(
+    "visible, code, devices",
+    [
+        (None, 0, ["0", "1", "0"]),
+        (None, 9, [None, None, None]),  # what it prints then are no devices
+        ("", 0, [None, None, None]),  # as where idle_gpus.sh has found none
+        ("MIG-0,3", 0, ["MIG-0", "3", "MIG-0"]),
+    ],
+)
+def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)  # a stand-in
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CODE", str(code))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.syspath_prepend(REPO / "tools")
+    assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
+
+
+@pytest.mark.night
+def test_the_commands_of_the_page(tmp_path):
+    """They search, evaluate each run, and show a table as the page does."""
+    section = (REPO / "tools" / "README.md").read_text().partition("## Searches\n")[2].partition("\n## ")[0]
+    search, commands, printed = re.findall(r"^```\w*\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    program = copy_programs(tmp_path)
+    shutil.copytree(REPO / "tools", program / "tools")
+    (program / "sweep.yaml").write_text(search)
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.check_output(["bash", "-ec", commands], cwd=program, env=env, text=True)
+
+    def points(text: str) -> list[list[str]]:  # the titles, and the options and the number of seeds
+        return sorted(words[:2] + words[4:5] for words in map(str.split, text.splitlines()[-5:]))
+
+    assert points(done) == points(printed)
+    assert done.splitlines()[-5].split() == printed.splitlines()[1].split()
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, "75"), (signal.SIGKILL, "-9")])
+def test_the_same_command_goes_on_with_a_run_that_somebody_else_has_stopped(number, code, cwd):
+    (cwd / "grid.yaml").write_text("width: [4]\n")
+    command = f"{SWEEP} grid.yaml {OPTIONS} --epochs 60"
+    process = start(command, cwd)
+    (run_dir,) = begun(cwd, 1)
+    (pid,) = processes(cwd)
+    os.kill(pid, number)
+    out, err = process.communicate()
+    assert process.returncode == 1, out + err
+    assert f"trial 0: grid-0 ended with code {code}, see grid.sweep/0.log: " in out
+    assert out.startswith("points to train: 1 of 1, runs: 1; ")
+    assert out.endswith("1 of 1 points have no result yet: the same command goes on with them\n")
+    out = run(command, cwd).stdout
+    assert {*bests(cwd)} == {"grid-0"}  # in one directory
+    assert "resumed from" in (run_dir / "train.log").read_text()
+    assert f"next: python test.py --out_dir {run_dir.name}\n" in out
+
+
+@pytest.mark.night
+def test_the_same_command_goes_on_with_a_run_whose_disk_was_full(tmp_path):
+    """A limit on the size of files does what a full disk does."""
+    (tmp_path / "grid.yaml").write_text("width: [64, 65]\nepochs: 2\n")
+    command = f"{SWEEP} grid.yaml {OPTIONS}"
+    limited = start(command, tmp_path)
+    resource.prlimit(limited.pid, resource.RLIMIT_FSIZE, (10**5, 10**5))  # and its runs, which it has not begun yet
+    out, err = limited.communicate()
+    assert limited.returncode == 1 and out.count("File too large") == 2, out + err
+    run(command, tmp_path)
+    assert {*bests(tmp_path)} == {"grid-0", "grid-1"}
+
+
+def test_a_journal_whose_last_line_was_cut_is_read(alone, tmp_path):
+    shutil.copytree(alone, tmp_path / "copy")
+    journal = tmp_path / "copy" / "grid.sweep" / "journal"
+    os.truncate(journal, journal.read_bytes().rindex(b'"values":['))  # the last trial has no value any more
+    out = run_forked_sweep(f"grid.yaml --jobs 2 {OPTIONS}", tmp_path / "copy").stdout
+    assert out.startswith("points to train: 1 of 2, runs: 2; trial N prints to ")
+    assert values(tmp_path / "copy") == values(alone)
+    assert bests(tmp_path / "copy") == bests(alone)
+
+
+def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
+    """The last one learns nothing."""
+    (tmp_path / "p.yaml").write_text("base_lr: [0.01, 0.011, 0.012, 0.013, 0.014, 1.0e-9]\nwidth: 4\n")
+    run_forked_sweep(f"p.yaml --prune {OPTIONS} --epochs 40 --checkpoint_frequency 0", tmp_path)
+    *others, last = trials(tmp_path, "p")
+    assert [trial.state.name for trial in others] == ["COMPLETE"] * 5 and last.state.name == "PRUNED"
+    (stopped,) = {path.parent for path in tmp_path.glob("*/config.yaml")} - {*finished(tmp_path)}
+    assert stopped.name.endswith("-p-5") and [*stopped.glob("checkpoints/step-*")]
+    row = call("tools/runs.py . --format csv --columns state --filter p-5", tmp_path).stdout
+    assert row == "state\ninterrupted\n"
+
+
+def test_points_of_ranges_are_drawn(tmp_path):
+    (tmp_path / "s.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2, log: true}\nwidth: {low: 4, high: 8, step: 2}\n")
+    out = run_forked_sweep(f"s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
+    assert out.startswith("points to train: 2 of 2, runs: 2; ")
+    for trial in trials(tmp_path, "s"):
+        assert 1e-3 <= trial.params["base_lr"] <= 1e-2 and trial.params["width"] in (4, 6, 8)
+    assert len(bests(tmp_path)) == 2
+
+
+def test_a_table_of_80_columns_shows_what_was_searched(tmp_path, monkeypatch):
+    ranges = {"base_lr": (1e-3, 1e-2), "dropout": (0.1, 0.5), "weight_decay": (0.01, 0.1), "warmup_epochs": (0.1, 0.5)}
+    lines = [f"{name}: {{low: {low}, high: {high}}}\n" for name, (low, high) in ranges.items()]
+    (tmp_path / "search.yaml").write_text("".join(lines) + "seed: [1, 2]\n")
+    run_forked_sweep(f"search.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call("tools/runs.py .", tmp_path).stdout.splitlines()
+    titles = ["run", "seed", "dropout", "base_", "warmup_", "weight_", "best", "state"]
+    assert lines[1].split() == titles and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[3:7]] == [f"search-{n}-seed={seed}" for n in (0, 1) for seed in (1, 2)]
+
+
+def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_path):
+    (tmp_path / "b.yaml").write_text("epochs: 1\neffective_batch_size: 5000\n")
+    (tmp_path / "c.yaml").write_text("epochs: 1\nwidth: 5\n")
+    (tmp_path / "s.yaml").write_text("config_path: [b.yaml, c.yaml]\n")
+    done = run_forked_sweep(f"s.yaml {OPTIONS}", tmp_path, code=1)
+    assert {*bests(tmp_path)} == {"s-1-config_path=c.yaml"}
+    assert "s-0-config_path=b.yaml ended with code 2, see s.sweep/0.log: " in done.stdout
+    assert "--effective_batch_size 5000" in (tmp_path / "s.sweep" / "0.log").read_text()
+
+
+def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
+    shutil.copytree(REPO / "examples" / "configs", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
+    more = "--epochs 1 --warmup_epochs 0 --monitor val/loss --monitor_mode min"
+    done = run_forked_sweep(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
+    names = ("large_batch", "regularized", "wide")
+    losses = bests(tmp_path)
+    assert {*losses} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
+    assert f"\nbest val/loss {min(losses.values()):.5g} of 3 trials: " in done.stdout
+    for path in tmp_path.glob("*/config.yaml"):
+        options = yaml.safe_load(path.read_text())
+        assert options["seed"] == 1 and path.parent.name.endswith(f"={options['comment'].replace(' ', '_')}.yaml")
+
+
+NESTED = """@dataclass(frozen=True)
+class DecayConfig:
+    factor: float = 0.1
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    momentum: float = 0.9
+    name: str = "adamw"
+    decay: DecayConfig = DecayConfig()
+
+
+@dataclass(frozen=True)
+class Data:"""
+
+
+@pytest.fixture(scope="module")
+def with_nested_options(tmp_path_factory) -> Path:
+    program = tmp_path_factory.mktemp("nested")
+    insert_before(program, "options", "optim: OptimConfig = OptimConfig()\n")
+    with_text(program, "config.py", ("@dataclass(frozen=True)\nclass Data:", NESTED))
+    (program / "tools").mkdir()
+    for name in ("sweep.py", "runs.py", "run_table.py"):
+        shutil.copy(REPO / "tools" / name, program / "tools")
+    return program
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "optim.momentum: [0.8, 0.7]\noptim.decay.factor: {low: 0.2, high: 0.3}\noptim.name: sgd\n",
+        "optim:\n  momentum: [0.8, 0.7]\n  decay: {factor: {low: 0.2, high: 0.3}}\n  name: sgd\n",
+        "optim: {momentum: [0.8, 0.7], decay.factor: {low: 0.2, high: 0.3}}\noptim.name: sgd\n",
+    ],
+)
+def test_nested_options_have_dots_or_are_a_mapping_as_in_a_config_file(content, with_nested_options, tmp_path):
+    (tmp_path / "s.yaml").write_text(content)
+    run_forked_sweep(f"s.yaml --trials 1 {OPTIONS} --epochs 1", tmp_path, program=with_nested_options)
+    (trial,) = trials(tmp_path, "s")
+    (path,) = tmp_path.glob("*/config.yaml")
+    found = yaml.safe_load(path.read_text())["optim"]
+    assert {*trial.params} == {"optim.momentum", "optim.decay.factor"}
+    assert found["name"] == "sgd" and found["momentum"] == trial.params["optim.momentum"] in (0.8, 0.7)
+    assert 0.2 <= found["decay"]["factor"] == trial.params["optim.decay.factor"] <= 0.3
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("optim: {momentun: [0.8, 0.9]}", "unknown option --optim.momentun; did you mean --optim.momentum?"),
+        ("optim: {momentum: {low: 0.8}}", "'high'; give [1, 2], or {low: 1, high: 2} with"),
+        ("optim: [0.8, 0.9]", "unknown option --optim"),
+    ],
+)
+def test_a_mistake_in_a_nested_option_is_one_line(content, message, with_nested_options, tmp_path):
+    (tmp_path / "s.yaml").write_text(content)
+    error = run_forked_sweep("s.yaml", tmp_path, code=2, program=with_nested_options).stderr
+    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", error)
+    assert os.listdir(tmp_path) == ["s.yaml"]
+
+
+def test_another_search_of_the_same_name_is_refused(alone):
+    """Its runs would have the same names."""
+    error = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 3", alone, code=2).stderr
+    assert re.fullmatch("sweep.py: error: grid.sweep is of other options: .*\n", error)
+
+
+def test_root_dir_is_that_of_the_study_too_and_null_is_read_as_in_a_config_file(tmp_path):
+    (tmp_path / "s.yaml").write_text("max_grad_norm: [null]\nweight_decay: null\n")  # not given
+    shared = "--epochs 1 --root_dir there --max_grad_norm 1 --width 4"
+    printed = run_forked_sweep(f"s.yaml {OPTIONS} {shared}", tmp_path).stdout
+    assert (tmp_path / "there" / "s.sweep" / "journal").exists()
+    (name,) = re.findall(r"next: python test.py --out_dir (there/\d+-\d+-s-0)\n", printed)
+    assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["max_grad_norm"] == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("grid.yaml -- --epohcs 3", "unknown option --epohcs; did you mean --epochs?"),
+        ("grid.yaml -- --epochs many", "many"),
+        ("wrong.yaml", "unknown option --epohcs"),
+        ("grid.yaml -- --epochs -1", "--epochs -1.0: must be above 0"),
+        ("ranges.yaml --prune -- --logger_name tensorboard", "--prune: cannot see the values without metrics.csv"),
+        ("grid.yaml -- --monitor val/f1", "--monitor val/f1: give --monitor and --monitor_mode together"),
+        ("nowhere.yaml", "nowhere.yaml: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, message: str, tmp_path: Path):
+    (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
+    (tmp_path / "ranges.yaml").write_text("width: {low: 4, high: 5}\n")
+    (tmp_path / "wrong.yaml").write_text("epohcs: 3\n")
+    before = sorted(os.listdir(tmp_path))
+    done = run(f"{SWEEP} {options}", tmp_path, code=2)
+    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", done.stderr)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("wdth: [1, 2]", "unknown option --wdth; did you mean --width?"),
+        ("width: [4, many]", "many"),
+        ("width: [4, 0]", "--width 0: must be above 0"),
+        ("base_lr: {low: 0, high: 1}", "--base_lr 0.0: must be above 0"),
+        ("dropout: {low: 0, high: 0.5, log: true}", "dropout: "),
+        ("monitor: [val/f1, val/accuracy]\nmonitor_mode: max", "must be the same in all runs"),
+        ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
+        ("width: []", "width: "),
+        ("seed: []", "seed: The `choices` must contain one or more elements"),
+        ("width: {low: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
+        ("width: {high: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
+        ("width: {low: 4, hihg: 8}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
+        ("wdth: {low: 4, high: 8}", "unknown option --wdth; did you mean --width?"),
+        ("config_path: [nowhere.yaml]", "--config_path nowhere.yaml: [Errno 2] No such file or directory"),
+        ("width: {low: 8, high: 4}", "width: "),
+        ("width: {low: 4.5, high: 8}", "--width: invalid int value: '4.5'"),
+        ("comment: {low: a, high: b}", "comment: "),
+        ("max_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
+        ("width 4", "expected lines of `option: value`"),
+        ("width: [4, 5]\nmonitor: val/quality", "give --monitor and --monitor_mode together"),
+    ],
+)
+def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
+    (tmp_path / "s.yaml").write_text(content)
+    error = run(f"{SWEEP} s.yaml", tmp_path, code=2).stderr
+    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", error)
+    assert os.listdir(tmp_path) == ["s.yaml"]
+
+
+def test_a_number_of_jobs_that_cannot_be_is_one_line(tmp_path: Path):
+    (tmp_path / "s.yaml").write_text("width: [4, 5]")
+    error = run(f"{SWEEP} s.yaml --jobs 0", tmp_path, code=2).stderr
+    assert error == "sweep.py: error: --jobs 0: must be 1 or more\n"
+
+
+def test_optuna_asks_first_for_a_point_that_waits_and_draws_the_rest_of_it():
+    """sweep.py puts each point into the queue, with its number, and then asks for it."""
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.5}, user_attrs={"number": 7})
+    drawn = optuna.distributions.FloatDistribution(0, 1)
+    trial = study.ask({"x": drawn, "y": drawn})
+    assert trial.user_attrs == {"number": 7} and trial.params["x"] == 0.5 and 0 <= trial.params["y"] <= 1
