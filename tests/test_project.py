@@ -74,7 +74,7 @@ MEASURED = {"samples_per_second", "data_wait", "peak_memory_mb", "tokens_per_sec
 # How far the losses, and the results of a validation, of two processes may be from those of one: rounding of float32,
 # relative to the largest. (In other precisions as much more as their numbers are coarser.) It grows where a network has
 # kinks, such as ReLU, or an adversary. With BatchNorm, whose statistics are those of the first process, give the second
-# a larger value, or convert it as docs/edits.md does.
+# a larger value, or convert it as docs/training.md does.
 TRAIN_TOLERANCE = 1e-6
 VAL_TOLERANCE = 1e-6
 SCORE = 10  # times as much for a metric, which may divide by a difference, as R2 does

@@ -100,7 +100,7 @@ def test_a_resume_cannot_change_the_order(program: Path, tmp_path: Path):
 
 def orders() -> list:
     """The functions `order` of the page."""
-    page = (REPO / "recipes" / "data.md").read_text()
+    page = (REPO / "docs" / "data.md").read_text()
     found = []
     for block in re.findall(r"^```python\n(def order.*?)^```$", page, re.DOTALL | re.MULTILINE):
         names = {"torch": torch}

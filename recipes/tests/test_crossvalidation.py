@@ -17,6 +17,7 @@ from helpers import (
     ON_2,
     REPO,
     SMALL,
+    TOOLS,
     assert_same_training,
     call,
     imported,
@@ -36,9 +37,9 @@ BF16 = f"{LONG} --precision bf16-mixed --folds 3 --fold 2"
 def program(tmp_path_factory) -> Path:
     """The programs with the recipe, and the scripts that average over folds."""
     program = with_recipe("crossvalidation", tmp_path_factory.mktemp("program"))
-    (program / "recipes").mkdir()
+    (program / "tools").mkdir()
     for name in ("sweep.py", "runs.py", "run_table.py"):
-        shutil.copy(REPO / "recipes" / name, program / "recipes")
+        shutil.copy(TOOLS / name, program / "tools")
     return program
 
 
@@ -184,3 +185,16 @@ def test_folds_alone_are_a_sweep(program: Path, tmp_path: Path):
     printed = run_forked_sweep(f"cv.yaml -- {SMALL} --epochs 1 --logger_name csv", tmp_path, program=program).stdout
     assert {*bests(tmp_path)} == {"cv-0-fold=0", "cv-0-fold=1"}
     assert f"best val/accuracy {mean(bests(tmp_path).values()):.5g} of 1 trials" in printed
+
+
+# ---- a last fit on all folds
+
+
+def test_the_last_fit_has_all_samples_but_those_of_the_test_set(program, tmp_path):
+    whole, _ = killed_and_resumed(f"{program}/{LONG} --epochs 12 --fold -1", tmp_path)
+    assert "1,417 training samples" in (run_dir(whole) / "train.log").read_text()
+    call(f"{program}/test.py --accelerator cpu --checkpoint last", whole)
+    results = json.loads((run_dir(whole) / "test_test_last.json").read_text())["results"]
+    assert results["accuracy"] > 0.7
+    error = call(f"{program}/train.py {SMALL} --fold -2", tmp_path, code=2).stderr
+    assert "--fold -2: must be at least -1" in error

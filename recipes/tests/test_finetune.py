@@ -22,8 +22,8 @@ from helpers import (
     truncate,
     weights,
     with_recipe,
+    with_tied_weights,
 )
-from test_edits_page import with_tied_weights
 
 pytestmark = pytest.mark.recipes
 HEAD = ("layers.8.weight", "layers.8.bias")

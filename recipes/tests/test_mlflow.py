@@ -242,7 +242,7 @@ def test_other_characters_in_a_name_are_replaced(program: Path, cwd: Path, tmp_p
 
 def test_the_logger_of_lightning_works_in_two_lines(cwd: Path, tmp_path_factory):
     """That of recipes/README.md, after `run.start`, without the recipe."""
-    page = (REPO / "recipes" / "README.md").read_text()
+    page = (REPO / "docs" / "evaluation.md").read_text()
     (lines,) = re.findall(r"^```python\n([^`]*MLFlowLogger[^`]*)^```$", page, re.MULTILINE)
     program = copy_programs(tmp_path_factory.mktemp("lightning"))
     started = "            run.start(values, sanity_results)\n"

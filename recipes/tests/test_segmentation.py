@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from edits import with_text
 from helpers import (
     LONG,
     ON_2,
+    SMALL,
     assert_same_training,
     call,
+    history,
     imported,
     imported_train,
     killed_and_resumed,
@@ -163,3 +166,35 @@ def test_killed_and_resumed_in_bf16_is_the_same_run(program: Path, tmp_path: Pat
 @pytest.mark.night
 def test_killed_and_resumed_on_two_processes_is_the_same_run(program: Path, tmp_path: Path):
     killed_and_resumed(f"{program}/{BF16} {ON_2}", tmp_path)
+
+
+# ---- pixels without a class
+
+LAST_LINE = "    return torch.from_numpy(images)"
+BORDER = (LAST_LINE, f"    masks[:, :4] = masks[:, -4:] = 255\n{LAST_LINE}")
+
+
+@pytest.fixture(scope="module")
+def with_ignored(tmp_path_factory) -> Path:
+    """Two borders of each scene have no class."""
+    program = with_recipe("segmentation", tmp_path_factory.mktemp("program"))
+    return with_text(program, "scenes.py", BORDER)
+
+
+def test_pixels_without_a_class_count_in_no_metric_and_have_no_loss(with_ignored, tmp_path):
+    """As scikit-learn computes the IoU from the others."""
+    call(f"{with_ignored}/train.py {SMALL} --limit_train_batches 1.0 --epochs 1", tmp_path)
+    call(f"{with_ignored}/test.py --accelerator cpu --predictions", tmp_path)
+    predictions, masks = torch.load(run_dir(tmp_path) / "predictions_test_best.pt")
+    assert (masks == 255).sum() == masks.numel() / 3
+    found = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
+    known = masks != 255
+    expected = jaccard_score(masks[known], predictions[known], labels=range(11), average=None, zero_division=0)
+    assert found["class_iou"] == pytest.approx(expected, abs=1e-5)
+    assert found["iou"] == pytest.approx(expected.mean(), abs=1e-5) and "class_iou" not in history(tmp_path)[-1]
+
+
+def test_a_run_with_pixels_without_a_class_is_resumed_and_the_same_on_two_processes(with_ignored, tmp_path):
+    killed_and_resumed(f"{with_ignored}/{LONG} --epochs 12", tmp_path)
+    one, two = on_one_and_two(f"{with_ignored}/{LONG} --max_steps 8 --micro_batch_size 8", tmp_path)
+    assert_same_training(two, one)

@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 from helpers import RECIPES, REPO, diffs, edited, with_patch, with_recipe
-from test_edits_page import ON_TOP_OF
 
 pytestmark = [pytest.mark.recipes, pytest.mark.night]
 PATCHES = sorted(RECIPES.glob("*/*.patch"))
-PAGES = [
-    "docs/editing.md",
-    "docs/speed.md",
-    "docs/fabric.md",
-    "recipes/README.md",
-    "docs/data.md",
-    "docs/edits.md",
-]
-DIFFS = [diff for page in PAGES for diff in diffs(page)]
+PAGES = sorted(path.relative_to(REPO) for path in REPO.glob("docs/*.md"))
+DIFFS = [diff for page in PAGES for diff in diffs(page) if ".py\n" in diff]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +40,8 @@ def test_a_patch_keeps_the_style(patch: Path, cache: Path, tmp_path: Path):
 def test_an_edit_keeps_the_style(number: int, cache: Path, tmp_path: Path):
     diff = DIFFS[number]
     program = tmp_path / "program"
-    if diff in ON_TOP_OF:
-        with_recipe(ON_TOP_OF[diff], program)
+    if "torch.optim.Muon" in diff:
+        with_recipe("language_model", program)
     if "ReduceLROnPlateau" in diff:
         edited(DIFFS[number - 1], program)
     edited(diff, program)

@@ -21,7 +21,7 @@ from types import ModuleType
 import pytest
 import torch
 import zygote
-from edits import apply, copy_programs
+from edits import apply, copy_programs, insert_before, replace
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "recipes"
@@ -433,9 +433,23 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def diffs(page: str) -> list[str]:
-    """The edits that a page of the documentation shows."""
-    return re.findall(r"^```diff\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
+def section(page: str, heading: str) -> str:
+    """What stands under a heading of a page."""
+    text = (REPO / page).read_text()
+    (found,) = re.findall(rf"^(##+) {re.escape(heading)}\n(.*?)(?=^##? |^\1 |\Z)", text, re.DOTALL | re.MULTILINE)
+    return found[1]
+
+
+def diffs(page: str, heading: str = "") -> list[str]:
+    """The edits that a page of the documentation shows, or those under a heading of it."""
+    text = section(page, heading) if heading else (REPO / page).read_text()
+    return re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def diff(page: str, heading: str) -> str:
+    """The one edit under a heading."""
+    (found,) = diffs(page, heading)
+    return found
 
 
 def edited(diff: str, folder: Path) -> Path:
@@ -457,6 +471,23 @@ def with_patch(patch: Path, folder: Path) -> Path:
 
 def with_recipe(name: str, folder: Path) -> Path:
     return with_patch(patch_of(name), folder)
+
+
+TIED = """
+class Model(Model):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.layers[2].weight = self.layers[1].weight
+
+
+"""
+
+
+def with_tied_weights(program: Path) -> Path:
+    """Two layers more, whose weights are one tensor."""
+    line = "nn.Conv2d(channels, width, 3, padding=1),\n"
+    replace(program, "first layer", line + "nn.Conv2d(width, width, 3, padding=1),\n" * 2)
+    return insert_before(program, "functions", TIED)
 
 
 def imported(program: Path, name: str) -> ModuleType:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from edits import insert_after, replace, with_text
-from helpers import LONG, ON_2, REPO, SMALL, call, diffs, edited, history, killed_and_resumed, run, weights
+from helpers import LONG, ON_2, REPO, SMALL, call, diff, edited, history, killed_and_resumed, run, weights
 
 from config import TrainConfig
 from data import build_datasets
 
 pytestmark = pytest.mark.recipes
-NOISE, TOKENS = diffs("docs/data.md")
+NOISE = diff("docs/data.md", "A value that the loop sets")
+TOKENS = diff("docs/data.md", "A mean over tokens")
 STEPS = f"{SMALL} --max_steps 8 --log_interval 1 --dropout 0"
 
 
@@ -67,8 +68,7 @@ def test_without_the_edit_it_is_not(tmp_path):
 
 def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
     """With the dataset of docs/editing.md as the default, whose folder is not there any more."""
-    (diff,) = [diff for diff in diffs("docs/editing.md") if '"mine"' in diff]
-    program = edited(diff, tmp_path / "program")
+    program = edited(diff("docs/editing.md", "Data"), tmp_path / "program")
     with_text(program, "config.py", ('option("digits"', 'option("mine"'))
     (tmp_path / "mine").mkdir()
     for part, dataset in build_datasets(TrainConfig(), augment=False).items():

@@ -110,7 +110,7 @@ def test_the_batches_are_kept_with_their_samples_and_losses(logged, tmp_path):
 
 def test_single_samples_have_the_loss_of_a_validation(program, cwd):
     """What only a training step has, such as the number of its targets, would make another number of it."""
-    (diff,) = [text for text in diffs("docs/data.md") if "per_batch" in text]
+    (diff,) = diffs("docs/data.md", "A mean over tokens")
     with_tools(apply(diff, copy_programs(program)))
     run_in(program, f"{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
     run_in(program, "tools/replay.py train_out --step 8 --keep batch.pt", cwd)
@@ -137,7 +137,7 @@ def test_options_that_a_resume_has_changed(tmp_path):
 
 
 def test_a_scheduler_of_torch(tmp_path, program, cwd):
-    diff, _ = diffs("recipes/README.md")
+    diff, _ = diffs("docs/training.md", "A scheduler of torch")
     with_tools(apply(diff, copy_programs(program)))
     run_in(program, f"{TRAIN} --log_interval 1 --epochs 1", cwd)
     run_in(program, "tools/replay.py train_out --step 16 --keep batch.pt", cwd)

@@ -1,4 +1,4 @@
-"""The schedulers of torch, as recipes/README.md adds them, go on after a resume as if nothing had happened."""
+"""The schedulers of torch, as docs/training.md adds them, go on after a resume as if nothing had happened."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from edits import apply
 from helpers import LONG, diffs, edited, history, killed_and_resumed, run_dir
 
-SCHEDULER, PLATEAU = diffs("recipes/README.md")
+SCHEDULER, PLATEAU = diffs("docs/training.md", "A scheduler of torch")
 EPOCHS = 12
 PLAN = SimpleNamespace(peak_lr=4e-3, total_steps=8 * EPOCHS)
 CONFIG = SimpleNamespace(monitor_mode="max")

@@ -338,8 +338,17 @@ def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_pat
     assert "--effective_batch_size 5000" in (tmp_path / "s.sweep" / "0.log").read_text()
 
 
-def test_the_configs_of_the_example_are_run_over_what_they_share(tmp_path):
-    shutil.copytree(REPO / "examples" / "configs", tmp_path, dirs_exist_ok=True)
+CONFIGS = {
+    "shared": "out_dir: experiment\nepochs: 10\nlogger_name: [csv, tensorboard]\nearly_stopping_patience: 5\n",
+    "large_batch": "effective_batch_size: 256\nlr_scaling_rule: sqrt\nwarmup_epochs: 2\n",
+    "regularized": "dropout: 0.5\nweight_decay: 0.1\n",
+    "wide": "width: 64\nbase_lr: 2e-3\n",
+}
+
+
+def test_config_files_are_run_over_what_they_share(tmp_path):
+    for name, text in CONFIGS.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
     (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
     more = "--epochs 1 --warmup_epochs 0 --monitor val/loss --monitor_mode min"
     done = run_forked_sweep(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)

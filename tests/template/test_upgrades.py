@@ -268,6 +268,6 @@ def test_what_a_copy_of_an_older_version_has_deleted_stays_away(versions: Path, 
     assert shell("git status --short", project) == ""
     assert (project / "README.md").read_text() == "mine\n"
     assert shell("git ls-files tests", project).split() == [*PROJECT_TESTS]
-    for name in ("recipes/tests", "benchmarks", "examples", "CHANGELOG.md", ".github/workflows/night.yml"):
+    for name in ("recipes/tests", "benchmarks", "CHANGELOG.md", ".github/workflows/night.yml"):
         assert not (project / name).exists(), name
     assert_edits_are_there_and_train(project, num_lines=13)

@@ -1,4 +1,4 @@
-"""docs/slurm.md: its edits of slurm.sbatch, with stand-ins for Slurm and the containers, and how the process
+"""docs/cluster.md: its edits of slurm.sbatch, with stand-ins for Slurm and the containers, and how the process
 that the others wait for is found."""
 
 import os
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from edits import apply, insert_after
-from helpers import REPO, SLOW, clean_environment, diffs, free_port, wait_for
+from helpers import REPO, SLOW, clean_environment, diff, diffs, free_port, wait_for
 
-APPTAINER, PYXIS, STAGING = diffs("docs/slurm.md")
+APPTAINER, PYXIS = diffs("docs/cluster.md", "In a container")
+STAGING = diff("docs/cluster.md", "Data on the node's own disk")
 # srun runs the command behind its own options, once for all nodes; the containers and python say how they are called.
 STAND_INS = {
     "srun": 'echo "srun $@" >>called; while [[ $1 == --* ]]; do shift; done; "$@"',

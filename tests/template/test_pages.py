@@ -1,4 +1,4 @@
-"""The edits of docs/edits.md: each applies to the code as it is, and a run with it is resumed exactly."""
+"""The edits of docs/training.md, docs/evaluation.md and docs/trained_model.md: a run with each is resumed exactly."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from helpers import (
     assert_same_run,
     assert_same_training,
     call,
-    diffs,
+    diff,
     edited,
     history,
     killed_and_resumed,
@@ -28,8 +28,8 @@ from helpers import (
     run_dir,
     weights,
     with_recipe,
+    with_tied_weights,
 )
-from sklearn.metrics import jaccard_score
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
@@ -41,15 +41,25 @@ from torch.utils.data import DataLoader
 from config import TrainConfig
 from data import build_datasets
 
-PAGE = diffs("docs/edits.md")
-MEAN, REFERENCE, NO_DECAY, MUON, EXPONENTIAL, VAL_SETS, HPARAMS, LAZY, SYNC, CHECKPOINTING, *OTHERS = PAGE
-IGNORED, THAW, LAST_FIT, HUB, HUGGING_FACE = OTHERS
+of_training, of_evaluation = partial(diff, "docs/training.md"), partial(diff, "docs/evaluation.md")
+MEAN = of_training("More than means from compute_loss")
+REFERENCE = of_training("A frozen model that the loss needs")
+NO_DECAY = of_training("No weight decay of biases and norms")
+MUON = of_training("Muon beside AdamW")
+EXPONENTIAL = of_training("Another schedule of the learning rate")
+LAZY = of_training("Layers without a number of inputs")
+SYNC = of_training("BatchNorm over all GPUs")
+CHECKPOINTING = of_training("Activation checkpointing")
+HUB = of_training("A model of torch.hub")
+VAL_SETS = of_evaluation("Several validation sets")
+HPARAMS = of_evaluation("The options in TensorBoard")
+HUGGING_FACE = diff("docs/trained_model.md", "A model of Hugging Face's hub")
 TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
 
 
-ON_TOP_OF = {MUON: "language_model", IGNORED: "segmentation", THAW: "finetune", LAST_FIT: "crossvalidation"}
+ON_TOP_OF = {MUON: "language_model"}
 
 
 def assert_resumed_and_the_same_on_two_processes(diff: str, cwd: Path, options: str = "") -> tuple[Path, Path]:
@@ -392,64 +402,6 @@ def test_a_run_with_activation_checkpointing_is_resumed_and_the_same_on_two_proc
     assert_resumed_and_the_same_on_two_processes(CHECKPOINTING, tmp_path)
 
 
-# ---- pixels without a class, on top of segmentation
-
-LAST_LINE = "    return torch.from_numpy(images)"
-BORDER = (LAST_LINE, f"    masks[:, :4] = masks[:, -4:] = 255\n{LAST_LINE}")
-
-
-@pytest.fixture(scope="module")
-def with_ignored(tmp_path_factory) -> Path:
-    """Two borders of each scene have no class."""
-    program = apply(IGNORED, with_recipe("segmentation", tmp_path_factory.mktemp("program")))
-    return with_text(program, "scenes.py", BORDER)
-
-
-def test_pixels_without_a_class_count_in_no_metric_and_have_no_loss(with_ignored, tmp_path):
-    """As scikit-learn computes the IoU from the others."""
-    call(f"{with_ignored}/train.py {SMALL} --limit_train_batches 1.0 --epochs 1", tmp_path)
-    call(f"{with_ignored}/test.py --accelerator cpu --predictions", tmp_path)
-    predictions, masks = torch.load(run_dir(tmp_path) / "predictions_test_best.pt")
-    assert (masks == 255).sum() == masks.numel() / 3
-    found = json.loads((run_dir(tmp_path) / "test_test_best.json").read_text())["results"]
-    known = masks != 255
-    expected = jaccard_score(masks[known], predictions[known], labels=range(11), average=None, zero_division=0)
-    assert found["class_iou"] == pytest.approx(expected, abs=1e-5)
-    assert found["iou"] == pytest.approx(expected.mean(), abs=1e-5) and "class_iou" not in history(tmp_path)[-1]
-
-
-def test_a_run_with_pixels_without_a_class_is_resumed_and_the_same_on_two_processes(with_ignored, tmp_path):
-    killed_and_resumed(f"{with_ignored}/{TWELVE}", tmp_path)
-    one, two = on_one_and_two(f"{with_ignored}/{LONG} --max_steps 8 --micro_batch_size 8", tmp_path)
-    assert_same_training(two, one)
-
-
-# ---- a warm-up of the thawed body, on top of finetune
-
-
-def test_the_rate_of_the_body_rises_after_the_thaw_also_after_a_resume(tmp_path):
-    """Thawed after 8 of 96 steps. The weights would differ if the rate did."""
-    program = apply(THAW, with_recipe("finetune", tmp_path / "program"))
-    options = "--freeze_epochs 1 --body_lr 0.5 --checkpoint_interval 1 --num_checkpoint_keep 0"
-    whole, _ = killed_and_resumed(f"{program}/{TWELVE} {options}", tmp_path)
-    for step in (8, 9, 33, 58, 96):
-        saved = torch.load(run_dir(whole) / "checkpoints" / f"step-{step:08}.ckpt")
-        head, body = saved["optimizer"]["param_groups"]
-        assert body["lr"] == pytest.approx(head["lr"] * 0.5 * min(step - 8, 50) / 50)
-
-
-# ---- a last fit on all folds, on top of crossvalidation
-
-
-def test_the_last_fit_has_all_samples_but_those_of_the_test_set(tmp_path):
-    program = apply(LAST_FIT, with_recipe("crossvalidation", tmp_path / "program"))
-    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --fold -1", tmp_path)
-    assert "1,417 training samples" in (run_dir(whole) / "train.log").read_text()
-    assert results(program, whole, "test")["accuracy"] > 0.7
-    error = call(f"{program}/train.py {SMALL} --fold -2", tmp_path, code=2).stderr
-    assert "--fold -2: must be at least -1" in error
-
-
 HUBCONF = """
 from torch import nn
 
@@ -481,7 +433,7 @@ def python_of(page: str) -> list[str]:
 
 
 (LOAD,) = python_of("docs/editing.md")
-PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/edits.md")
+PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/trained_model.md")
 
 
 def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
@@ -522,7 +474,7 @@ def test_predictions_for_a_tensor_of_inputs(tmp_path):
 
 def test_predictions_for_inputs_of_different_lengths_and_a_model_with_several_outputs():
     """The expression of the page."""
-    text = " ".join((REPO / "docs/edits.md").read_text().split())
+    text = " ".join((REPO / "docs/trained_model.md").read_text().split())
     (code,) = re.findall(r"`(\[row for [^`]*\])`", text)
     inputs = [torch.full((length,), float(length)) for length in (3, 1, 5)]
     pad = partial(pad_sequence, batch_first=True)
@@ -565,23 +517,6 @@ print("the same")
 """
     assert run_code(EXPORT + ONNX + check, copy_programs(tmp_path / "program"), tmp_path).endswith("the same\n")
     assert [path.name for path in tmp_path.glob("model.onnx*")] == ["model.onnx"]  # with the weights in it
-
-
-TIED = """
-class Model(Model):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.layers[2].weight = self.layers[1].weight
-
-
-"""
-
-
-def with_tied_weights(program: Path) -> Path:
-    """Two layers more, whose weights are one tensor."""
-    line = "nn.Conv2d(channels, width, 3, padding=1),\n"
-    replace(program, "first layer", line + "nn.Conv2d(width, width, 3, padding=1),\n" * 2)
-    return insert_before(program, "functions", TIED)
 
 
 @pytest.mark.parametrize("file", ["model.pt", "best.ckpt"])
