@@ -436,7 +436,7 @@ def truncate(path: Path) -> None:
 def section(page: str, heading: str) -> str:
     """What stands under a heading of a page."""
     text = (REPO / page).read_text()
-    (found,) = re.findall(rf"^(##+) {re.escape(heading)}\n(.*?)(?=^##? |^\1 |\Z)", text, re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(rf"^(##+) {re.escape(heading)}\n(.*?)(?=^## |^\1 |\Z)", text, re.DOTALL | re.MULTILINE)
     return found[1]
 
 

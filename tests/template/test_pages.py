@@ -433,7 +433,7 @@ def python_of(page: str) -> list[str]:
 
 
 (LOAD,) = python_of("docs/editing.md")
-PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/trained_model.md")
+IN_PYTHON, PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/trained_model.md")
 
 
 def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
