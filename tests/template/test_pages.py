@@ -432,8 +432,7 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (REPO / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-(LOAD,) = python_of("docs/editing.md")
-IN_PYTHON, PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/trained_model.md")
+LOAD, PREDICT, EXPORT, ONNX, SAFETENSORS, PRETRAINED = python_of("docs/trained_model.md")
 
 
 def run_code(code: str, program: Path, cwd: Path, **env: str) -> str:
