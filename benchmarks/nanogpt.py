@@ -1,4 +1,4 @@
-"""Trains nanoGPT's model with nanoGPT's train.py and with the template, in turn, on one core; see nanogpt.md.
+"""Trains nanoGPT's model with nanoGPT's train.py and with the template, in turn, on one core; see README.md.
 
 git clone https://github.com/karpathy/nanoGPT
 python nanoGPT/data/shakespeare_char/prepare.py              # downloads 1 MB; needs requests

@@ -1,24 +1,21 @@
-"""What one would use instead of the template, each in its own usual way: `python peers.py PEER WORK`.
+"""What one would use instead of the template, each in its own usual way. run.py starts and times it.
 
-Prints a line with the mean loss at the end of each epoch. PEER-batched gets its batches from the template's data.py.
+python benchmarks/peers.py PEER WORK     # prints a line with the mean loss at the end of each epoch
+python benchmarks/peers.py start_up      # a whole run of one epoch of W1, as one would write it down
+
+PEER-batched gets its batches from the template's data.py.
 """
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
+from run import VALIDATED, WORKS, build, tensors
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from works import VALIDATED, WORKS, build, tensors  # noqa: E402
-
-import data  # noqa: E402
-from config import TrainConfig  # noqa: E402
-from runtime.loader import Loader, TrainSampler  # noqa: E402
-from utils import make_plan  # noqa: E402
 
 LOG_EVERY = 50
 
@@ -178,15 +175,43 @@ def hf(model, optimizer, loader, epochs):
     OwnLoader(Wrapped(), arguments, train_dataset=Named(), callbacks=[Report()], optimizers=(optimizer, None)).train()
 
 
-class Epochs(TrainSampler):
-    """Goes on to the next epoch by itself, and has a length: the template's loop needs neither."""
+def batched_loader(images: Tensor, targets: Tensor, batch_size: int) -> Iterable:
+    """The template's loader. Imported here alone: the start of a raw script has nothing of the template."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from lightning.fabric import Fabric
 
-    def __len__(self):
-        return self.plan.steps_per_epoch
+    from config import TrainConfig
+    from data import ImageDataset
+    from runtime.loader import Loader, TrainSampler
+    from utils import make_plan
 
-    def __iter__(self):
-        yield from super().__iter__()
-        self.step += self.plan.steps_per_epoch
+    class Epochs(TrainSampler):
+        """Goes on to the next epoch by itself, and has a length: the template's loop needs neither."""
+
+        def __len__(self):
+            return self.plan.steps_per_epoch
+
+        def __iter__(self):
+            yield from super().__iter__()
+            self.step += self.plan.steps_per_epoch
+
+    dataset = ImageDataset(images, targets, num_classes=10)
+    config = TrainConfig(effective_batch_size=batch_size)
+    plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_size=0)
+    return Loader(Fabric(accelerator="cpu", devices=1), dataset, Epochs(plan, dataset, rank=0, seed=0), config)
+
+
+def plain_loader(images: Tensor, targets: Tensor, batch_size: int) -> Iterable:
+    return DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
+
+
+def start_up() -> None:
+    datasets = tensors("W1")
+    loader = plain_loader(*datasets["train"], batch_size=64)
+    model = build("W1")
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    raw(model, optimizer, loader, epochs=1, val=datasets["val"])
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "raw.pt")
 
 
 def main(peer: str, work: str) -> None:
@@ -198,14 +223,7 @@ def main(peer: str, work: str) -> None:
     model = build(work)
     optimizer_class = getattr(torch.optim, WORKS[work]["optimizer"].rpartition(".")[2])
     optimizer = optimizer_class(model.parameters(), WORKS[work]["lr"], fused=True if name == "limit" else None)
-    if batched:
-        plain = data.ImageDataset(images, targets, num_classes=10)
-        config = TrainConfig(effective_batch_size=batch_size)
-        plan = make_plan(config, len(images), val_samples=0, world_size=1, saved_size=0)
-        fabric = Fabric(accelerator="cpu", devices=1)
-        loader = Loader(fabric, plain, Epochs(plan, plain, rank=0, seed=0), config)
-    else:
-        loader = DataLoader(TensorDataset(images, targets), batch_size, shuffle=True, drop_last=True)
+    loader = (batched_loader if batched else plain_loader)(images, targets, batch_size)
     if name == "limit":
         limit(model, optimizer, images, targets, batch_size, epochs, **validation)
     else:
@@ -214,4 +232,7 @@ def main(peer: str, work: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] == ["start_up"]:
+        start_up()
+    else:
+        main(*sys.argv[1:])

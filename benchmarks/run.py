@@ -6,11 +6,11 @@ python benchmarks/run.py --works W1 W2 W3 --peers --other DIR    # beside the te
 python benchmarks/run.py --cpu --works W4      # CPU seconds in place of the clock's, where the machine has other work
 python benchmarks/run.py --start_up            # a whole run of one epoch, from the command to its end
 
-Every program trains the same model from the same weights on the same data (works.py), reads its loss every 50 steps and
+Every program trains the same model from the same weights on the same data: a work. It reads its loss every 50 steps and
 prints it at the end of each epoch. The time is taken here, from the first such line to the last. The template is its
 own train.py, in a copy whose model, data and optimizer are those of the work. It also logs at the end of each epoch,
 since a step that validates also logs. Nobody saves, and only in W1v does somebody validate. Only a run of everything,
-in at least five rounds, replaces results.json.
+in at least five rounds, replaces its part of results.json.
 """
 
 import argparse
@@ -27,21 +27,73 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from works import VALIDATED, WORKS
+import torch
+from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
 PEERS = ["raw", "limit", "lightning", "accelerate", "pytorch_accelerated", "hf"]
 BATCHED = ["raw-batched", "lightning-batched", "accelerate-batched", "hf-batched"]  # pytorch_accelerated makes its own
-VALIDATING = ["raw", "limit"]  # the peers that take part where there is a validation
+WORKS = {
+    "W1": {"data": "digits", "epochs": 200, "batch_size": 64, "optimizer": "torch.optim.Adam", "lr": 1e-3},
+    "W1v": {"data": "digits", "epochs": 200, "batch_size": 64, "optimizer": "torch.optim.Adam", "lr": 1e-3},
+    "W2": {"data": "large", "epochs": 5, "batch_size": 128, "optimizer": "torch.optim.SGD", "lr": 1e-2},
+    "W3": {"data": "large", "epochs": 3, "batch_size": 128, "optimizer": "torch.optim.Adam", "lr": 1e-3},
+    "W4": {"data": "digits", "epochs": 50, "batch_size": 64, "optimizer": "torch.optim.AdamW", "lr": 4e-3},
+}
+VALIDATED = ("W1v",)  # W1 with a validation after each epoch
+VALIDATING = ["raw", "limit"]  # the peers that take part there
 OPTIONS = ["--accelerator", "cpu", "--lr_schedule", "constant", "--warmup_epochs", 0, "--lr_scaling_rule", "none",
            "--weight_decay", 0, "--log_interval", 50, "--logger_name", "csv", "--checkpoint_frequency", 0]  # fmt: skip
 DATA = """
 
 def build_datasets(*_, **__):
-    from works import tensors
+    from run import tensors
 
     return {{split: ImageDataset(*pair, num_classes=10) for split, pair in tensors({work!r}).items()}}
 """
+
+
+# ---- the works, of which each program imports its own
+
+
+def build(work: str) -> nn.Module:
+    """The model of a work, with the same initial weights in every program."""
+    torch.manual_seed(0)
+    if work in ("W1", "W1v"):
+        return nn.Sequential(nn.Flatten(), *mlp(64, 64, 64, 10))
+    if work == "W2":
+        return nn.Sequential(nn.Flatten(), *mlp(784, 128, 64, 10))
+    if work == "W4":  # the layers of model.py
+        convolutions = (nn.Conv2d(1, 32, 3, 1, 1), nn.GELU(), nn.Conv2d(32, 64, 3, 2, 1), nn.GELU())
+        return nn.Sequential(
+            *convolutions, nn.Conv2d(64, 64, 3, 2, 1), nn.GELU(), nn.Flatten(), nn.Dropout(0.25), nn.Linear(256, 10)
+        )
+    convolutions = (nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU())
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(1568, 10))
+
+
+def mlp(*sizes: int) -> list[nn.Module]:
+    layers = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return layers[:-1]
+
+
+def tensors(work: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Images and class indices of "train", 1,217 of 8x8 or 55,000 of 28x28 pixels, and of "val", 200 or 1,000."""
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits(return_X_y=True)
+    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    images, targets = (images - images.mean()) / images.std(), torch.tensor(targets, dtype=torch.int64)
+    train, val = torch.arange(1217), torch.arange(1217, 1417)
+    if WORKS[work]["data"] == "large":  # the digits, enlarged, again and again
+        images = nn.functional.pad(images.repeat_interleave(3, 2).repeat_interleave(3, 3), (2,) * 4)
+        train, val = torch.arange(55_000) % 1417, torch.arange(1000) % 380 + 1417
+    return {"train": (images[train], targets[train]), "val": (images[val], targets[val])}
+
+
+# ---- the programs
 
 
 def python_with_peers() -> str:
@@ -65,8 +117,8 @@ def copy_programs(folder: Path, root: Path = HERE.parent):
 def copy_template(work: str, folder: Path, root: Path = HERE.parent) -> Path:
     """The template of the checkout `root`, with the work's model, data and optimizer."""
     copy_programs(folder, root)
-    shutil.copy(HERE / "works.py", folder)
-    (folder / "model.py").write_text(f"from works import build\n\n\ndef Model(*_):\n    return build({work!r})\n")
+    shutil.copy(HERE / "run.py", folder)
+    (folder / "model.py").write_text(f"from run import build\n\n\ndef Model(*_):\n    return build({work!r})\n")
     with open(folder / "data.py", "a") as file:
         file.write(DATA.format(work=work))
     text = (folder / "train.py").read_text()
@@ -91,6 +143,9 @@ def on_one_core(command: list) -> list[str]:
 
 def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "WANDB_MODE": "offline"}
+
+
+# ---- their times
 
 
 def seconds_per_epoch(command: list, cwd: Path, clock: Callable) -> tuple[float, str]:
@@ -157,7 +212,7 @@ def start_up(python: str, rounds: int, other: str | None, folder: Path) -> list[
     """Wall time of a whole run of one epoch of W1, of the template and of a raw script, and of --help."""
     template = copy_template("W1", folder / "template")
     options = ["--accelerator", "cpu", "--epochs", "1", "--logger_name", "csv"]
-    programs = {"template": [template, *options], "raw": [HERE / "raw.py"], "help": [template, "--help"]}
+    programs = {"template": [template, *options], "raw": [HERE / "peers.py", "start_up"], "help": [template, "--help"]}
     if other:
         programs["other"] = [copy_template("W1", folder / "other", Path(other)), *options]
     found = {name: [] for name in programs}
@@ -205,5 +260,6 @@ if __name__ == "__main__":
     is_complete = options.start_up or (set(options.works) == {*WORKS} and set(options.peers) == {*PEERS, *BATCHED})
     if is_complete and not options.other and not options.cpu and options.rounds >= 5:
         facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cpu": platform.processor()}
-        name = "start_up.json" if options.start_up else "results.json"
-        (HERE / name).write_text(json.dumps(facts | {"rounds": options.rounds, "rows": table}, indent=2) + "\n")
+        results = json.loads((HERE / "results.json").read_text())
+        results["start_up" if options.start_up else "speed"] = facts | {"rounds": options.rounds, "rows": table}
+        (HERE / "results.json").write_text(json.dumps(results, indent=2) + "\n")

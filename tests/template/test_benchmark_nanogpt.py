@@ -1,4 +1,4 @@
-"""benchmarks/nanogpt.py, its patch and its page; benchmarks/gpt2.py. nanoGPT itself is not here: where the patched
+"""benchmarks/nanogpt.py and its patch; GPT-2 in benchmarks/gpu.py. nanoGPT itself is not here: where the patched
 programs train, a smaller model takes the place of its model.py. `benchmarks/nanogpt.py --check` compares with nanoGPT's
 own losses."""
 
@@ -16,8 +16,6 @@ from helpers import (
     REPO,
     assert_same_training,
     call,
-    diffs,
-    edited,
     history,
     imported,
     imported_train,
@@ -31,7 +29,7 @@ from helpers import (
 )
 
 PATCH = REPO / "benchmarks" / "nanogpt.patch"
-PAGES = (REPO / "benchmarks" / "nanogpt.md", REPO / "benchmarks" / "README.md")
+PAGE = REPO / "benchmarks" / "README.md"
 DATA = "data/shakespeare_char"
 MODEL = '''
 from dataclasses import dataclass
@@ -88,24 +86,14 @@ def options(program: Path, text: Path) -> str:
     return f"--config_path {program}/shakespeare.yaml --data_dir {text} --accelerator cpu --n_embd 8 --logger_name csv"
 
 
-# ---- the patch and its page
+# ---- the patch
 
 
 @needs_recipes
-def test_check_knows_the_patch_and_the_pages_count_its_lines_as_check_does():
+def test_check_recipes_knows_the_patch_and_the_page_counts_its_lines_as_it_does():
     checked = run("tools/check_recipes.sh", REPO).stdout
     files, lines = re.search(r"applies: benchmarks/nanogpt.patch  \((\d+) files, (\d+) lines\)", checked).groups()
-    for page in PAGES:
-        assert f"{lines} lines in {files} files" in " ".join(page.read_text().split())
-
-
-def test_the_diff_of_the_page_is_the_patch(tmp_path: Path):
-    by_patch, by_page = with_patch(PATCH, tmp_path / "patch"), tmp_path / "page"
-    by_page.mkdir()
-    (diff,) = diffs("benchmarks/nanogpt.md")
-    edited(diff, by_page)
-    for path in by_page.glob("*.py"):
-        assert path.read_text() == (by_patch / path.name).read_text()
+    assert f"{lines} lines in {files} files" in " ".join(PAGE.read_text().split())
 
 
 # ---- mistakes on the command line
@@ -134,9 +122,9 @@ def test_a_mistake_on_the_command_line_is_one_line(files: list[str], options: st
     assert done.stderr == f"{line.format(checkout=tmp_path)}\n" and not done.stdout
 
 
-def test_a_checkout_that_is_not_one_is_told_by_gpt2(tmp_path: Path):
+def test_a_checkout_that_is_not_one_is_told_by_the_timing_of_a_gpu(tmp_path: Path):
     (tmp_path / "train.py").touch()
-    done = run(f"benchmarks/gpt2.py --nanogpt {tmp_path} --cpu", tmp_path, code=1)
+    done = run(f"benchmarks/gpu.py --nanogpt {tmp_path} --cpu", tmp_path, code=1)
     line = f"--nanogpt {tmp_path}: model.py is not there: git clone https://github.com/karpathy/nanoGPT"
     assert done.stderr == f"{line}\n" and not done.stdout
 
@@ -259,7 +247,7 @@ def test_gpt2_is_timed_beside_its_peers(tmp_path: Path):
     """In miniature. The losses are those of 50,304 tokens that are nearly as frequent as each other."""
     for name, text in {"train.py": PRINTED, "model.py": MODEL, "configurator.py": ""}.items():
         (tmp_path / name).write_text(text)
-    printed = run(f"benchmarks/gpt2.py --nanogpt {tmp_path} --cpu --rounds 1 --steps 16", tmp_path).stdout
+    printed = run(f"benchmarks/gpu.py --nanogpt {tmp_path} --cpu --rounds 1 --steps 16", tmp_path).stdout
     losses = dict(re.findall(r"^median +(\S.*?): .*loss (\d+\.\d+)", printed, re.MULTILINE))
     peers = [name for name in ("lightning", "accelerate") if importlib.util.find_spec(name)]
     assert [*losses] == ["template", "--deterministic False", "nanogpt", *peers]

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ still run: a small part of each, whose times nobody reads. gpt2.py, as nanogpt.py, is in
+"""The scripts of benchmarks/ still run: a small part of each, whose times nobody reads. What needs nanoGPT is in
 test_benchmark_nanogpt.py."""
 
 import importlib
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.recipes
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPO / "benchmarks")
-    return importlib.import_module("timed")
+    return importlib.import_module("gpu")
 
 
 @pytest.mark.night
@@ -34,7 +34,15 @@ def test_the_template_is_timed_beside_its_peers(work: str, peers: str, tmp_path:
 
 def test_the_loader_is_timed_beside_that_of_torch(tmp_path: Path):
     script = REPO / "benchmarks" / "loader.py"
-    assert "tensors" in run(f"{script} --kinds tensors --workers 0 --rounds 1", tmp_path).stdout
+    assert "tensors" in run(f"{script} speed --kinds tensors --workers 0 --rounds 1", tmp_path).stdout
+
+
+@pytest.mark.night
+def test_a_start_is_timed_beside_that_of_a_raw_script(tmp_path: Path):
+    printed = run(f"{REPO}/benchmarks/run.py --start_up --rounds 1", tmp_path).stdout
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
+    assert [row[0] for row in rows] == ["program", "template", "raw", "help"]
+    assert float(rows[3][1]) < float(rows[2][1])
 
 
 @pytest.mark.night
@@ -65,11 +73,11 @@ def test_what_the_timing_of_a_gpu_cannot_do_is_one_line(options: str, line: str,
     assert done.stderr == f"{line}\n" and not done.stdout
 
 
-def test_the_first_windows_are_not_counted(timed: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_the_first_windows_are_not_counted(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch):
     """They have the start and the compilation. The loss is read at the end of each window of two steps."""
     ends = iter([0.0, 50.0, 60.0, 62.0, 64.0, 66.0, 70.0, 74.0, 78.0])
-    monkeypatch.setattr(timed.time, "perf_counter", lambda: next(ends))
-    clock = timed.Clock(16)
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(ends))
+    clock = gpu.Clock(16)
     for step in range(16):
         assert not clock.is_over()
         clock.tick(torch.tensor(float(step)))
@@ -78,7 +86,7 @@ def test_the_first_windows_are_not_counted(timed: ModuleType, monkeypatch: pytes
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of Lightning
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])
-def test_a_peer_makes_the_steps_that_are_timed(name: str, timed: ModuleType, tmp_path: Path, monkeypatch):
+def test_a_peer_makes_the_steps_that_are_timed(name: str, gpu: ModuleType, tmp_path: Path, monkeypatch):
     """With two micro-batches each, of which the gradient is the mean. The loss is that of a micro-batch."""
     pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
@@ -86,18 +94,18 @@ def test_a_peer_makes_the_steps_that_are_timed(name: str, timed: ModuleType, tmp
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = DataLoader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=2)  # an epoch has two steps
-    work = timed.Work(model, optimizer, loader, lambda model, x, y: (y - model(x)).mean(), "cpu", "32-true")
+    work = gpu.Work(model, optimizer, loader, lambda model, x, y: (y - model(x)).mean(), "cpu", "32-true")
     work.accumulation = 2
-    clock = timed.Clock(8)
-    getattr(timed, name)(work, clock)
+    clock = gpu.Clock(8)
+    getattr(gpu, name)(work, clock)
     assert clock.is_over() and len(clock.times) == 1 + 8
     assert model.weight.item() == 8.0 and clock.loss == 1 - 7
 
 
 @pytest.mark.night
 def test_lightning_that_was_killed_in_mid_epoch_trains_some_samples_twice_and_others_never(tmp_path: Path):
-    """As README.md and benchmarks/README.md say."""
-    done = run(f"{REPO / 'benchmarks' / 'resume.py'}", tmp_path)
+    """As benchmarks/README.md says."""
+    done = run(f"{REPO}/benchmarks/loader.py lightning", tmp_path)
     assert done.stdout == "19 batches; of 1216 samples 304 came twice, 304 never\n"
-    for page in ("README.md", "README.zh-CN.md", "benchmarks/README.md"):
-        assert "304" in (REPO / page).read_text()
+    page = (REPO / "benchmarks" / "README.md").read_text()
+    assert "it trained on 304 of 1,216 samples twice and skipped 304" in " ".join(page.split())

@@ -1,101 +1,81 @@
-"""What grows with the data, the state and the processes.
+"""What a step, a checkpoint and a second process cost, on a CPU. Prints only.
 
-python benchmarks/scale.py order      # the order of an epoch of 100 million samples, and two workers on it
-python benchmarks/scale.py save       # a checkpoint of 1 GB
-python benchmarks/scale.py stands     # how long the loop stands still for a checkpoint of 1.2 GB
-python benchmarks/scale.py waits      # how long W3 waits for a checkpoint in each epoch
-python benchmarks/scale.py processes  # W3 on one core and on two
+python benchmarks/training.py step        # a step with those ways of docs/speed.md that a CPU has, too; two minutes
+python benchmarks/training.py save        # a checkpoint of 1 GB
+python benchmarks/training.py stands      # how long the loop stands still for a checkpoint of 1.2 GB
+python benchmarks/training.py waits       # how long W3 of run.py waits for a checkpoint in each epoch
+python benchmarks/training.py processes   # W3 on one core and on two
 """
 
 import csv
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import run  # noqa: E402
 
 from config import TrainConfig  # noqa: E402
-from runtime.loader import Loader, TrainSampler  # noqa: E402
-from runtime.meters import Means, Timer  # noqa: E402
+from model import Model  # noqa: E402
+from runtime.meters import Means  # noqa: E402
 from runtime.run import Run  # noqa: E402
 from utils import make_plan  # noqa: E402
 
+# ---- a step
 
-class Numbers(torch.utils.data.Dataset):
-    """So many samples without any data: a sample is its number."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
+WAYS = ["plain", "bf16-mixed", "channels_last", "--compile", "--compile, channels_last"]
+SHAPES = [(1, 8, 8), (3, 32, 32)]
 
 
-def in_fresh_process(function, *args) -> list[float]:
-    """Calls the function in a process of its own, where nothing else has taken memory yet."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, " ".join(str(value) for value in function(*args)).encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as file:
-        return [float(value) for value in file.read().split()]
+def step_of(way: str, shape: tuple[int, int, int]) -> Callable:
+    """A function that makes a step of the default model."""
+    torch.manual_seed(0)
+    memory_format = torch.channels_last if "channels_last" in way else torch.contiguous_format
+    model = Model(shape, num_classes=10).to(memory_format=memory_format)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    forward = torch.compile(model, dynamic=False) if "--compile" in way else model
+    images = torch.randn(64, *shape)
+    targets = torch.randint(10, (64,))
+
+    def make_step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16-mixed"):
+            logits = forward(images.to(memory_format=memory_format))
+        F.cross_entropy(logits.float(), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    make_step()  # compiles
+    return make_step
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+def step() -> None:
+    """On one thread, with a micro-batch of 64 images: medians of 30 alternating rounds of three steps."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    for shape in SHAPES:
+        steps = {way: step_of(way, shape) for way in WAYS}
+        seconds: dict = {way: [] for way in WAYS}
+        for _ in range(30):
+            for way, make_step in steps.items():
+                began = time.process_time()
+                for _ in range(3):
+                    make_step()
+                seconds[way].append((time.process_time() - began) / 3)
+        for way in WAYS:
+            print(f"{shape}  {way:26} {1000 * statistics.median(seconds[way]):7.2f} ms")
 
 
-def cost(function, *args) -> tuple[float, float]:
-    """Seconds and megabytes that a call takes."""
-    before, began = peak_mb(), time.perf_counter()
-    function(*args)
-    return time.perf_counter() - began, peak_mb() - before
-
-
-def sampler_of(samples: int) -> TrainSampler:
-    """Epochs in batches of 256, on one process."""
-    config = TrainConfig(effective_batch_size=256)
-    plan = make_plan(config, samples, val_samples=0, world_size=1, saved_size=0)
-    return TrainSampler(plan, range(samples), rank=0, seed=0)
-
-
-def first_batch(samples: int) -> None:
-    next(iter(sampler_of(samples)))
-
-
-def private_mb_of_a_worker(samples: int) -> tuple[float]:
-    """Memory that a data worker has for itself alone, in the middle of an epoch."""
-    fabric, config = Fabric(accelerator="cpu", devices=1), TrainConfig(num_workers=2)
-    loader = Loader(fabric, Numbers(samples), sampler_of(samples), config)
-    timer = Timer(fabric.device, 256)
-    for step in range(1, 101):
-        list(loader.micro_batches(step, timer))
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    rollup = Path(f"/proc/{children[0]}/smaps_rollup").read_text().splitlines()
-    return (sum(int(line.split()[1]) for line in rollup if line.startswith("Private")) / 1e3,)
-
-
-def order() -> None:
-    for samples in (1_000_000, 10_000_000, 100_000_000):
-        for name, function in (("torch.randperm", torch.randperm), ("up to the first batch", first_batch)):
-            seconds, megabytes = in_fresh_process(cost, function, samples)
-            print(f"{samples:>11,} samples  {name:>21}  {seconds:6.2f} s  {megabytes:6.0f} MB")
-        (megabytes,) = in_fresh_process(private_mb_of_a_worker, samples)
-        print(f"{samples:>11,} samples  {'private of a worker':>21}  {megabytes:17.0f} MB")
+# ---- checkpoints
 
 
 def large_state(fabric: Fabric, width: int) -> dict:
@@ -114,7 +94,7 @@ def begun(fabric: Fabric, folder: str, state: dict, resources: ExitStack) -> Run
     """A run in its first step."""
     config = TrainConfig(root_dir=folder, logger_name=("csv",), num_checkpoint_keep=2)
     training = Run(fabric, config, resources)
-    datasets = training.build(lambda config: {"train": Numbers(1000), "val": Numbers(1000)})
+    datasets = training.build(lambda config: {"train": range(1000), "val": range(1000)})
     training.prepare(state, make_plan(config, len(datasets["train"]), len(datasets["val"]), 1, saved_size=0))
     with redirect_stdout(None):
         training.restore()
@@ -201,6 +181,9 @@ def waits() -> None:
     print(f"W3, a checkpoint per epoch: waited for it {float(done.stdout.split()[-1]):.2%} of the time")
 
 
+# ---- two processes
+
+
 def processes(rounds: int = 5) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command, found = [*run.template_command("W3", Path(folder) / "template"), "--epochs", "1"], {}
@@ -219,4 +202,4 @@ def processes(rounds: int = 5) -> None:
 
 
 if __name__ == "__main__":
-    {"order": order, "save": save, "stands": stands, "waits": waits, "processes": processes}[sys.argv[1]]()
+    {"step": step, "save": save, "stands": stands, "waits": waits, "processes": processes}[sys.argv[1]]()
