@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 def build_datasets(config, augment: bool = True) -> dict[str, Dataset]:
-    """Returns the datasets under "train", "val" and "test". Edit here, or apply one of docs/data.md.
+    """Returns the datasets under "train", "val" and "test". Edit here, or apply one of recipes/data/.
 
     Any map-style Dataset of CPU tensors works. Its methods `__getitems__`, which is called with a NumPy array of
     indices, and `collate_fn` are used, if it has them. `order(epoch, generator)` of the training set, if it has one,

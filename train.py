@@ -77,7 +77,7 @@ def build_metrics(config: TrainConfig, dataset: Dataset) -> MetricCollection:
 
 def schedule(config: TrainConfig, plan: Plan, step: int) -> float:
     """The factor of the learning rates in a step, counted from 1: a function of the step alone, so there is no state
-    to restore. recipes/README.md shows how to use a scheduler of torch. The default of Hugging Face's Trainer is
+    to restore. docs/training.md shows how to use a scheduler of torch. The default of Hugging Face's Trainer is
     `linear`, but its warm-up begins with a rate of 0."""
     done = step - 1  # steps
     if done < plan.warmup_steps:

@@ -301,7 +301,7 @@ def build_in_turn(fabric: Fabric, build: Callable) -> Any:
         if isinstance(dataset, IterableDataset):
             raise ConfigError(
                 f"build_datasets: {name!r} is an IterableDataset, whose samples have no numbers to resume from; "
-                "docs/data.md reads streams by a map-style Dataset"
+                "recipes/data/stream.patch reads streams by a map-style Dataset"
             )
     return result
 
