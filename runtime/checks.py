@@ -161,7 +161,7 @@ def where_to_look(config: Any, run_dir: Path, step: int) -> str:
     """How to find the first step that went wrong."""
     if config.fast_run or not (ROOT / "tools" / "replay.py").exists():
         return "find the first such step by --log_interval 1"
-    words = shlex.join([str(run_dir), "--step", str(step)])
+    words = shlex.join(["--out_dir", str(run_dir), "--step", str(step)])
     return f"look into the first such step with: python tools/replay.py {words}"
 
 

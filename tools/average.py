@@ -26,7 +26,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fork import read  # noqa: E402
 
-from config import TrainConfig  # noqa: E402
+from config import EvalConfig  # noqa: E402
 from runtime import cli, options  # noqa: E402
 from runtime.checkpoints import regular_checkpoints  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
@@ -67,11 +67,11 @@ def average(states: list[dict]) -> dict:
     return result
 
 
-def parse(cls: type, argv: list[str]) -> argparse.Namespace:
+def parse(cls: type[EvalConfig], argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", required=True, metavar="RUN", help="a run directory, or its name without the time")
-    parser.add_argument("--root_dir", default=".", help="directory that holds the run directories")
+    parser.add_argument("--out_dir", default=cls.out_dir, help="a run directory, or its name without the time")
+    parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
     parser.add_argument("--num", type=int, required=True, help="number of checkpoints")
     args = parser.parse_args(argv)
     if args.num < 2:
@@ -100,4 +100,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(main, cli.parse_or_exit(parse, TrainConfig))
+    run_and_exit(main, cli.parse_or_exit(parse, EvalConfig))

@@ -1,7 +1,10 @@
 """Begins a new run with a checkpoint of another one, its parent, which is only read, and may go on.
 
-python tools/fork.py RUN/checkpoints/step-00000190.ckpt --out_dir NAME [--OPTION VALUE ...]
-python tools/fork.py RUN --out_dir NAME      # with the newest checkpoint of a run
+python tools/fork.py --parent RUN --out_dir NAME [--OPTION VALUE ...]    # with the newest checkpoint of a run
+python tools/fork.py --parent RUN/checkpoints/step-00000190.ckpt --out_dir NAME
+
+RUN is a path, or a name in --root_dir; one without the time means the newest run of that name. The other options are
+those of train.py, so --out_dir is the name of the new run.
 
 A fork is a run that was killed right after that step, in a directory of its own: the last line is the command that goes
 on with it. Any option may change that the weights and the optimizer fit, also those that a resume cannot change. For
@@ -15,13 +18,17 @@ the parent was to do so after it. provenance/parent.json has the path, step and 
 A decay branch (warm-up, stable, decay) of a run with --lr_schedule constant and 19 steps per epoch: the rate falls from
 epoch 10 on. A second try after a spike, with the samples in another order. A sweep from a warm checkpoint:
 
-python tools/fork.py RUN/checkpoints/step-00000190.ckpt --out_dir decay --lr_schedule cosine --warmup_epochs 10 --epochs 15
-python tools/fork.py RUN/checkpoints/step-00000190.ckpt --out_dir again --seed 43
-for x in 1e-3 4e-3; do python tools/fork.py RUN --out_dir lr-$x --base_lr $x && python train.py --out_dir lr-$x --resume auto; done
-"""  # noqa: E501 - commands
+at=RUN/checkpoints/step-00000190.ckpt
+python tools/fork.py --parent $at --out_dir decay --lr_schedule cosine --warmup_epochs 10 --epochs 15
+python tools/fork.py --parent $at --out_dir again --seed 43
+for x in 1e-3 4e-3; do
+    python tools/fork.py --parent RUN --out_dir lr-$x --base_lr $x && python train.py --out_dir lr-$x --resume auto
+done
+"""
 
 import hashlib
 import logging
+import os
 import shutil
 import sys
 from contextlib import ExitStack
@@ -208,28 +215,29 @@ def fill(run: RunDir, path: Path, saved: dict, digest: str):
     run.write_config()
 
 
-def parse(cls: type, argv: list[str]) -> tuple[Path, dict]:
+def parse(cls: type, argv: list[str]) -> tuple[str, dict]:
     """The path or name of the parent, and the options that are given. Raises ConfigError."""
     if {"-h", "--help"} & {*argv}:
         print(__doc__)
         sys.exit()
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError("expected a checkpoint or a run, and then the options; --help says more")
-    given = options.parse(cls, argv[1:])
+    parser = options.Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--parent", required=True)
+    own, words = parser.parse_known_args(argv)
+    given = options.parse(cls, words)
     for name in ("resume", "config_path", "fast_run"):
         if name in given:
             raise ConfigError(f"--{name}: does not go with a fork")
     if "out_dir" not in given:
         raise ConfigError("--out_dir: give the fork a name")
-    return Path(argv[0]).expanduser(), given
+    return own.parent, given
 
 
-def main(arguments: tuple[Path, dict]) -> int:
-    path, given = arguments
-    if path.is_file():
-        found = path, *read(path)
+def main(arguments: tuple[str, dict]) -> int:
+    parent, given = arguments
+    if os.path.isfile(parent):
+        found = Path(parent), *read(Path(parent))
     else:
-        run_dir = find_run("checkpoint or run", str(path), given.get("root_dir", "."))
+        run_dir = find_run("--parent", parent, given.get("root_dir", "."))
         newest = read_first(checkpoints.checkpoints_of(run_dir))
         if newest is None:
             raise ConfigError(f"{run_dir} has no whole checkpoint")

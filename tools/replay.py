@@ -1,6 +1,6 @@
 """Looks into a step of a run: its samples, their losses, its gradients, and the first values that are not finite.
 
-python tools/replay.py RUN --step 137 [--keep batch.pt]
+python tools/replay.py --out_dir train_out --step 137 [--keep batch.pt]
 
 A fork in a temporary directory trains from the newest checkpoint before the step, or from the beginning, with the bits
 of the run, which is only read; the options are those of the process that has trained the step. It stops after the
@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fork import config_of, fork, read_first  # noqa: E402
 
 import train  # noqa: E402
-from config import TrainConfig  # noqa: E402
+from config import EvalConfig, TrainConfig  # noqa: E402
 from runtime import cli, config_file, options  # noqa: E402
 from runtime import run as runtime_run  # noqa: E402
 from runtime.checkpoints import checkpoints_of, load, named_tensors, step_of  # noqa: E402
@@ -290,7 +290,7 @@ def replayed(args: argparse.Namespace, fabric: Fabric, config, run: Run, *others
 
 def prepare(args: argparse.Namespace, folder: str) -> Path:
     """Makes the run that is trained up to the step, in a folder. Returns its directory. Raises ConfigError."""
-    run_dir = find_run("RUN", args.run, ".")
+    run_dir = find_run("--out_dir", args.out_dir, args.root_dir)
     summary = read_summary(run_dir)
     if summary.get("state") == "finished" and args.step > summary["step"]:
         raise ConfigError(f"--step {args.step}: the last step of {run_dir} is {summary['step']}")
@@ -319,10 +319,11 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
     return path
 
 
-def parse(cls: type, argv: list[str]) -> argparse.Namespace:
+def parse(cls: type[EvalConfig], argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="a run directory, or its name without the time")
+    parser.add_argument("--out_dir", default=cls.out_dir, help="a run directory, or its name without the time")
+    parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
     parser.add_argument("--step", type=int, required=True, help="the step to look into, counted from 1")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is shown, and the batches, into a file")
     args = parser.parse_args(argv)
@@ -343,4 +344,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(main, cli.parse_or_exit(parse, TrainConfig))
+    run_and_exit(main, cli.parse_or_exit(parse, EvalConfig))

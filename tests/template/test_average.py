@@ -78,7 +78,7 @@ def test_a_resume_neither_begins_with_it_nor_deletes_it(trained, tmp_path):
     assert "step-00000020.ckpt" in done.stdout and "finished after 32 of 32 steps" in done.stdout
     assert path.read_bytes() == content
     assert len([*path.parent.glob("step-*.ckpt")]) == 5
-    error = call(f"tools/fork.py {path} --out_dir fork", cwd, code=2).stderr
+    error = call(f"tools/fork.py --parent {path} --out_dir fork", cwd, code=2).stderr
     assert error == f"fork.py: error: {path}: is not a whole checkpoint\n"
 
 

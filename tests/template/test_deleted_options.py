@@ -30,9 +30,9 @@ def trained(program, tmp_path_factory) -> Path:
 
 
 def test_a_fork_and_a_step_that_is_looked_at(program, trained):
-    run(f"{program}/tools/fork.py {run_dir(trained, 'one')} --out_dir fork --epochs 2 --seed 3", trained)
+    run(f"{program}/tools/fork.py --parent one --out_dir fork --epochs 2 --seed 3", trained)
     assert "finished after 8 of 8 steps" in run(f"{program}/train.py --resume fork", trained).stdout
-    printed = run(f"{program}/tools/replay.py {run_dir(trained, 'one')} --step 3", trained).stdout
+    printed = run(f"{program}/tools/replay.py --out_dir one --step 3", trained).stdout
     assert "step 3" in printed and "loss" in printed
 
 
@@ -45,7 +45,7 @@ def test_the_table_of_runs(options: str, program, trained):
 
 
 def test_what_a_classifier_confuses(program, trained):
-    run(f"{program}/tools/confusion.py {run_dir(trained, 'one')}", trained)
+    run(f"{program}/tools/confusion.py --out_dir one", trained)
     assert [*trained.glob("*-one/predictions_test_best.csv")]
 
 

@@ -52,7 +52,7 @@ def parent(tmp_path_factory) -> Path:
 
 def fork(parent: Path, cwd: Path, options: str = "") -> Path:
     """The directory of a fork, in `cwd`."""
-    call(f"{FORK} {parent} --out_dir fork --root_dir {cwd} {options}", cwd)
+    call(f"{FORK} --parent {parent} --out_dir fork --root_dir {cwd} {options}", cwd)
     return run_dir(cwd, "fork")
 
 
@@ -85,7 +85,7 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 def test_with_unchanged_options_it_ends_with_the_bits_and_the_rows_of_its_parent(parent, tmp_path):
     """The last line is the command that goes on, also where a shell would not take the name for one."""
     before = without_locks(parent)
-    done = call(f"{FORK} {parent / STEP_8} --out_dir it's --root_dir .", tmp_path)
+    done = call(f"{FORK} --parent {parent / STEP_8} --out_dir it's --root_dir .", tmp_path)
     *_, last = done.stdout.splitlines()
     words = shlex.split(last)
     folder = run_dir(tmp_path, "it's")
@@ -107,7 +107,7 @@ def test_it_is_killed_and_resumed_like_a_run_while_its_parent_goes_on(devices, t
         wait_for(lambda: going.poll() is not None or newest(tmp_path / "parent") > 16)
         path = run_dir(tmp_path / "parent") / "checkpoints" / "step-00000012.ckpt"
         options = "--epochs 12 --log_interval 1 --checkpoint_interval 50 --val_interval 300"
-        call(f"{FORK} {path} --out_dir fork --root_dir . {options}", tmp_path / "forks")
+        call(f"{FORK} --parent {path} --out_dir fork --root_dir . {options}", tmp_path / "forks")
         folder = run_dir(tmp_path / "forks", "fork")
         for step, saved in ((12, 12), (52, 50)):
             process = start("train.py --resume fork", tmp_path / "forks")
@@ -130,7 +130,7 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(parent, tmp_path):
     damaged = run_dir(cwd) / "checkpoints" / "step-00000020.ckpt"
     truncate(damaged)
     truncate(damaged.with_name("best.ckpt"))
-    done = call(f"{FORK} train_out --out_dir fork", cwd)
+    done = call(f"{FORK} --parent train_out --out_dir fork", cwd)
     assert f"skipped {damaged.relative_to(cwd)}: is not a whole checkpoint\n" in done.stdout
     assert saved_steps(run_dir(cwd, "fork")) == [18]
     assert damaged.exists()
@@ -148,7 +148,7 @@ def test_the_parent_may_delete_the_file_meanwhile(parent, tmp_path):
         "sys.addaudithook(hook)\n"
     )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    run(f"{FORK} {path} --out_dir fork", tmp_path, PYTHONPATH=str(tmp_path))
+    run(f"{FORK} --parent {path} --out_dir fork", tmp_path, PYTHONPATH=str(tmp_path))
     assert not path.exists()
     folder = run_dir(tmp_path, "fork")
     assert json.loads((folder / "provenance" / "parent.json").read_text())["sha256"] == digest
@@ -215,7 +215,7 @@ def test_its_name_is_later_than_that_of_any_run_of_this_name(tmp_path, parent):
     other = tmp_path / "29990101-000000-fork"
     other.mkdir()
     (other / "config.yaml").touch()
-    call(f"{FORK} {parent / STEP_8} --out_dir fork --root_dir {tmp_path}", tmp_path)
+    call(f"{FORK} --parent {parent / STEP_8} --out_dir fork --root_dir {tmp_path}", tmp_path)
     assert (tmp_path / "29990101-000001-fork" / "config.yaml").exists()
 
 
@@ -248,7 +248,7 @@ def test_a_setting_of_the_optimizer_that_has_another_name_than_its_option(tmp_pa
     shutil.copy(REPO / FORK, program / "tools")
     replace(program, "optimizer", "torch.optim.AdamW(model.parameters(), betas=(0.9, 1 - config.dropout), fused=True)")
     run(f"{program}/{PARENT} --dropout 0.25", tmp_path)
-    done = run(f"{program}/{FORK} train_out --out_dir fork --dropout 0.5 --epochs 6", tmp_path)
+    done = run(f"{program}/{FORK} --parent train_out --out_dir fork --dropout 0.5 --epochs 6", tmp_path)
     assert "optimizer, group 0: betas (0.9, 0.5) instead of (0.9, 0.75)\n" in done.stdout and not done.stderr
     run(f"{program}/train.py --resume fork", tmp_path)
     optimizer = torch.load(run_dir(tmp_path, "fork") / "checkpoints/step-00000024.ckpt", weights_only=True)["optimizer"]
@@ -269,7 +269,7 @@ def test_data_of_another_size_fit_if_an_option_of_the_model_or_the_data_changes(
     fork(parent / STEP_8, tmp_path, "--epochs 6 --base_lr 1e-3")
     refused = start("train.py --resume fork", tmp_path, program)
     assert "samples, but had" in refused.communicate()[1] and refused.returncode == 2
-    call(f"{FORK} {parent / STEP_8} --out_dir other --dropout 0.1", tmp_path)
+    call(f"{FORK} --parent {parent / STEP_8} --out_dir other --dropout 0.1", tmp_path)
     resumed = start("train.py --resume other", tmp_path, program)
     assert "finished after 20 of 20 steps" in resumed.communicate()[0]
 
@@ -277,26 +277,27 @@ def test_data_of_another_size_fit_if_an_option_of_the_model_or_the_data_changes(
 # ---- what is wrong
 
 MISTAKES = {
-    "": "expected a checkpoint or a run",
-    "--out_dir fork": "expected a checkpoint or a run",
-    "nowhere --out_dir fork": "checkpoint or run nowhere: no such run",
-    "PARENT/provenance --out_dir fork": "no such run",
-    "EMPTY --out_dir fork": "EMPTY has no whole checkpoint",
-    "PARENT/config.yaml --out_dir fork": "config.yaml: is not a whole checkpoint",
-    "PARENT/model.pt --out_dir fork": "model.pt: is not a whole checkpoint",
-    "CUT --out_dir fork": "cut.ckpt: is not a whole checkpoint",
-    "FLIPPED --out_dir fork": "flipped.ckpt: is not a whole checkpoint",
-    "OLD --out_dir fork": "old.ckpt: was written by another version of the template",
-    "STEP_8": "--out_dir: give the fork a name",
-    "STEP_8 --out_dir fork --epohcs 3": "unknown option --epohcs; did you mean --epochs?",
-    "STEP_8 --out_dir fork --base_lr 0": "--base_lr 0.0: must be above 0",
-    "STEP_8 --out_dir fork --base_lr much": "--base_lr",
-    "STEP_8 --out_dir fork --monitor val/f1": "--monitor val/f1: give --monitor and --monitor_mode together",
-    "STEP_8 --out_dir fork --resume auto": "--resume: does not go with a fork",
-    "STEP_8 --out_dir fork --fast_run": "--fast_run: does not go with a fork",
-    "STEP_8 --out_dir fork --width 8": "size mismatch for layers.0.weight",
-    "STEP_8 --out_dir ..": "--out_dir ..: must end in the name of a directory",
-    "STEP_8 --out_dir fork --root_dir STEP_8": "File exists",
+    "": "the following arguments are required: --parent",
+    "--out_dir fork": "the following arguments are required: --parent",
+    "PARENT --out_dir fork": "the following arguments are required: --parent",
+    "--parent nowhere --out_dir fork": "--parent nowhere: no such run",
+    "--parent PARENT/provenance --out_dir fork": "no such run",
+    "--parent EMPTY --out_dir fork": "EMPTY has no whole checkpoint",
+    "--parent PARENT/config.yaml --out_dir fork": "config.yaml: is not a whole checkpoint",
+    "--parent PARENT/model.pt --out_dir fork": "model.pt: is not a whole checkpoint",
+    "--parent CUT --out_dir fork": "cut.ckpt: is not a whole checkpoint",
+    "--parent FLIPPED --out_dir fork": "flipped.ckpt: is not a whole checkpoint",
+    "--parent OLD --out_dir fork": "old.ckpt: was written by another version of the template",
+    "--parent STEP_8": "--out_dir: give the fork a name",
+    "--parent STEP_8 --out_dir fork --epohcs 3": "unknown option --epohcs; did you mean --epochs?",
+    "--parent STEP_8 --out_dir fork --base_lr 0": "--base_lr 0.0: must be above 0",
+    "--parent STEP_8 --out_dir fork --base_lr much": "--base_lr",
+    "--parent STEP_8 --out_dir fork --monitor val/f1": "--monitor val/f1: give --monitor and --monitor_mode together",
+    "--parent STEP_8 --out_dir fork --resume auto": "--resume: does not go with a fork",
+    "--parent STEP_8 --out_dir fork --fast_run": "--fast_run: does not go with a fork",
+    "--parent STEP_8 --out_dir fork --width 8": "size mismatch for layers.0.weight",
+    "--parent STEP_8 --out_dir ..": "--out_dir ..: must end in the name of a directory",
+    "--parent STEP_8 --out_dir fork --root_dir STEP_8": "File exists",
 }
 
 
@@ -326,7 +327,7 @@ def test_a_mistake_is_one_line_and_nothing_is_made(options, message, parent, tmp
 @pytest.mark.parametrize("change", ["open step-00000008.ckpt.tmp 1", "os.rename config.yaml.tmp 1"])
 def test_a_kill_in_the_middle_leaves_no_run(change, parent, tmp_path, cwd):
     before = without_locks(parent)
-    command = f"{FORK} {parent / STEP_8} --out_dir fork-train_out"
+    command = f"{FORK} --parent {parent / STEP_8} --out_dir fork-train_out"
     kill_before(change, command, cwd, tmp_path)
     assert len([*cwd.iterdir()]) == 1 and not [*cwd.glob("*/config.yaml")]
     assert without_locks(parent) == before

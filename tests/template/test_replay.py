@@ -49,7 +49,7 @@ def rows_of(folder: Path) -> dict[int, dict]:
 
 def command_of(error: str) -> str:
     """The command that the last line of a run names."""
-    return re.search(r"with: python (tools/replay\.py \S+ --step \d+)", error)[1]
+    return re.search(r"with: python (tools/replay\.py --out_dir \S+ --step \d+)", error)[1]
 
 
 def shown_step(printed: str) -> int:
@@ -85,7 +85,7 @@ def logged(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("step, begins", [(57, "from .*step-00000054.ckpt"), (6, "from the beginning")])
 def test_a_step_has_the_values_of_the_run_which_is_not_changed(step, begins, logged, tmp_path):
     before = without_locks(logged)
-    done = call(f"tools/replay.py {run_dir(logged)} --step {step} --keep {tmp_path}/batch.pt", tmp_path)
+    done = call(f"tools/replay.py --out_dir {run_dir(logged)} --step {step} --keep {tmp_path}/batch.pt", tmp_path)
     assert re.search(f"^replays .* {begins}$", done.stdout, re.MULTILINE)
     assert shown_step(done.stdout) == step
     assert_same_step(run_dir(logged), step, tmp_path / "batch.pt")
@@ -96,7 +96,7 @@ def test_a_step_has_the_values_of_the_run_which_is_not_changed(step, begins, log
 
 def test_the_batches_are_kept_with_their_samples_and_losses(logged, tmp_path):
     """The highest loss is the first, in the file and in what is printed."""
-    done = call(f"tools/replay.py {run_dir(logged)} --step 20 --keep batch.pt", tmp_path)
+    done = call(f"tools/replay.py --out_dir {run_dir(logged)} --step 20 --keep batch.pt", tmp_path)
     micro_batches = kept(tmp_path / "batch.pt")["micro_batches"]
     assert len({sample for about in micro_batches for sample in about["samples"][0]}) == 64
     for about in micro_batches:
@@ -113,14 +113,14 @@ def test_single_samples_have_the_loss_of_a_validation(program, cwd):
     (diff,) = diffs("docs/data.md", "A mean over tokens")
     with_tools(apply(diff, copy_programs(program)))
     run_in(program, f"{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
-    run_in(program, "tools/replay.py train_out --step 8 --keep batch.pt", cwd)
+    run_in(program, "tools/replay.py --step 8 --keep batch.pt", cwd)
     for about in kept(cwd / "batch.pt")["micro_batches"]:
         losses = [*about["losses"].values()]
         assert sum(losses) / len(losses) == pytest.approx(about["values"]["loss"], rel=1e-4)
 
 
 def test_nothing_is_left_in_the_temporary_directory(logged, tmp_path, cwd):
-    run_in(REPO, f"tools/replay.py {run_dir(logged)} --step 14", tmp_path, TMPDIR=str(cwd))
+    run_in(REPO, f"tools/replay.py --out_dir {run_dir(logged)} --step 14", tmp_path, TMPDIR=str(cwd))
     assert not [*cwd.glob("tmp*")]
 
 
@@ -132,7 +132,7 @@ def test_options_that_a_resume_has_changed(tmp_path):
     )
     call("train.py --resume train_out --max_steps 20 --base_lr 0.1", tmp_path)
     call("train.py --resume train_out --max_steps 30 --base_lr 0.01", tmp_path)
-    call("tools/replay.py train_out --step 20 --keep batch.pt", tmp_path)
+    call("tools/replay.py --step 20 --keep batch.pt", tmp_path)
     assert_same_step(run_dir(tmp_path), 20, tmp_path / "batch.pt")
 
 
@@ -140,7 +140,7 @@ def test_a_scheduler_of_torch(tmp_path, program, cwd):
     diff, _ = diffs("docs/training.md", "A scheduler of torch")
     with_tools(apply(diff, copy_programs(program)))
     run_in(program, f"{TRAIN} --log_interval 1 --epochs 1", cwd)
-    run_in(program, "tools/replay.py train_out --step 16 --keep batch.pt", cwd)
+    run_in(program, "tools/replay.py --step 16 --keep batch.pt", cwd)
     assert_same_step(run_dir(cwd), 16, cwd / "batch.pt")
 
 
@@ -193,7 +193,7 @@ def test_a_mask_of_minus_infinity_is_no_fault(is_poisoned, program, cwd):
         insert_after(program, "statistics", POISON)
     with_tools(program)
     done = run_in(program, f"{TRAIN} --micro_batch_size 16", cwd, code=int(is_poisoned))
-    command = command_of(done.stderr) if is_poisoned else "tools/replay.py train_out --step 4"
+    command = command_of(done.stderr) if is_poisoned else "tools/replay.py --step 4"
     shown = re.findall(r"first not finite: (.*)", run_in(program, command, cwd).stdout)
     assert shown.count("none") == 4 - is_poisoned and len(shown) == 4
     assert not is_poisoned or "input of model.layers.0, Conv2d" in shown
@@ -213,18 +213,19 @@ def test_values_that_are_not_finite_in_training_mode_alone(program, cwd):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("RUN --step 0", "--step 0: the first step is 1"),
-        ("RUN --step 58", "--step 58: the last step of RUN is 57"),
-        ("RUN --step many", "argument --step: invalid int value"),
-        ("RUN", "the following arguments are required: --step"),
-        ("nowhere --step 1", "RUN nowhere: no such run"),
-        ("RUN --step 1 --keep nowhere/batch.pt", "--keep nowhere/batch.pt: there is no such directory"),
+        ("--out_dir RUN --step 0", "--step 0: the first step is 1"),
+        ("--out_dir RUN --step 58", "--step 58: the last step of RUN is 57"),
+        ("--out_dir RUN --step many", "argument --step: invalid int value"),
+        ("--out_dir RUN", "the following arguments are required: --step"),
+        ("--out_dir nowhere --step 1", "--out_dir nowhere: no such run"),
+        ("--step 1", "--out_dir train_out: no such run"),
+        ("RUN --step 1", "unrecognized arguments: RUN"),
+        ("--out_dir RUN --step 1 --keep nowhere/batch.pt", "--keep nowhere/batch.pt: there is no such directory"),
     ],
 )
 def test_a_mistake_is_one_line(options, message, logged, tmp_path):
     folder = str(run_dir(logged))
-    if "RUN nowhere" not in message:
-        options, message = options.replace("RUN", folder), message.replace("RUN", folder)
+    options, message = options.replace("RUN", folder), message.replace("RUN", folder)
     done = call(f"tools/replay.py {options}", tmp_path, code=2)
     assert done.stderr.startswith("replay.py: error: ") and done.stderr.count("\n") == 1 and message in done.stderr
     assert not [*tmp_path.iterdir()]
@@ -233,6 +234,6 @@ def test_a_mistake_is_one_line(options, message, logged, tmp_path):
 def test_a_step_after_the_last_of_a_run_that_was_killed(tmp_path):
     interrupt(f"train.py {SMALL} --epochs 3000 --log_interval 1 --checkpoint_interval 2", tmp_path, kill_group)
     before = without_locks(tmp_path)
-    done = call("tools/replay.py train_out --step 12001", tmp_path, code=2)
+    done = call("tools/replay.py --step 12001", tmp_path, code=2)
     assert done.stderr == "replay.py: error: --step 12001: the run has 12000 steps\n"
     assert without_locks(tmp_path) == before

@@ -151,18 +151,25 @@ SETTINGS = "model.parameters(), lr=plan.peak_lr, fused=True"
     ids=["weight_decay", "betas"],
 )
 @pytest.mark.parametrize("devices", ["", ON_2])
+@pytest.mark.parametrize("has_tools", [True, False])
 def test_another_setting_of_the_optimizer_is_refused_and_changes_nothing(
-    then: str, now: str, options: str, words: str, devices: str, tmp_path: Path, cwd: Path
+    then: str, now: str, options: str, words: str, has_tools: bool, devices: str, tmp_path: Path, cwd: Path
 ):
-    """The checkpoint has settings, too, and a scheduler may have changed them: which should win?"""
+    """The checkpoint has settings, too, and a scheduler may have changed them: which should win? A fork takes them."""
     first, second = (
         replace(tmp_path / name, "optimizer", ADAMW.format(text)) for name, text in (("first", then), ("second", now))
     )
+    hint = ""
+    if has_tools:
+        (second / "tools").mkdir()
+        (second / "tools" / "fork.py").touch()
+        hint = "; a new run takes it: python tools/fork.py --parent {} --out_dir NAME ..."
     call(f"{first}/train.py {CONSTANT} --epochs 1", cwd)
     before = without_locks(cwd)
     how = run if devices else call
     error = how(f"{second}/train.py --resume auto --epochs 2 {options} {devices}", cwd, code=2).stderr
-    told = [line for line in error.splitlines() if line.endswith(f": an optimizer has {words} in the checkpoint")]
+    end = f": an optimizer has {words} in the checkpoint{hint.format(run_dir(cwd).name)}"
+    told = [line for line in error.splitlines() if line.endswith(end)]
     assert told == error.splitlines() and told[0].startswith("train.py: error: ")
     assert without_locks(cwd) == before
 

@@ -604,7 +604,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_finite_checkpoints(ru
     name = run_dir(done.cwd).name
     assert line.endswith(f"; the checkpoints are whole, continue with: python train.py --resume {name}")
     if TOOLS.exists():
-        assert f"; look into the first such step with: python tools/replay.py {name} --step " in line
+        assert f"; look into the first such step with: python tools/replay.py --out_dir {name} --step " in line
     assert not (run_dir(done.cwd) / "model.pt").exists()
     assert "step-00000003" in checkpoint_names(done)
     for checkpoint_name in checkpoint_names(done):
