@@ -1,8 +1,7 @@
 """What a classifier confuses: a table of its classes, a row per sample, and the confusion matrix as a picture.
 
 python test.py --out_dir train_out --predictions     # writes predictions_test_best.pt
-python tools/confusion.py                          # of the newest predictions_*.pt in the runs here
-python tools/confusion.py 20261121-093000-train_out
+python tools/confusion.py --out_dir train_out        # its newest predictions_*.pt
 python tools/confusion.py RUN/predictions_val_best.pt RUN/predictions_test_best.pt
 
 Beside predictions_NAME.pt it writes predictions_NAME.csv, which any program reads, and confusion_matrix_NAME.png, for
@@ -19,22 +18,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from config import EvalConfig  # noqa: E402
+from runtime.errors import ConfigError  # noqa: E402
+from runtime.options import Parser  # noqa: E402
+from runtime.runs import find_run  # noqa: E402
+from runtime.terminal import end  # noqa: E402
+
 MAX_NUMBERS = 16  # classes up to which the picture has a number in each field
 MAX_LABELS = 26  # classes that are named on an axis
 
 
-class Mistake(ValueError):
-    """In what is given: printed as one line, exit code 2."""
-
-
-def find(path: Path, root_dir: Path) -> Path:
-    """A file; for a directory the newest predictions in it, or in the directories in it."""
-    path = next((each for each in (root_dir / path, path) if each.exists()), path)
-    if path.is_file():
-        return path
-    found = [*path.glob("predictions_*.pt"), *path.glob("*/predictions_*.pt")]
+def find(out_dir: str, root_dir: str) -> Path:
+    """The newest predictions of a run, which is found as test.py finds it."""
+    run_dir = find_run("--out_dir", out_dir, root_dir, "predictions_*.pt")
+    found = [*run_dir.glob("predictions_*.pt")]
     if not found:
-        raise Mistake(f"{path}: no predictions_*.pt; python test.py --predictions writes it")
+        raise ConfigError(f"{run_dir}: no predictions_*.pt; python test.py --predictions writes it")
     return max(found, key=lambda file: file.stat().st_mtime_ns)
 
 
@@ -43,16 +43,16 @@ def read(path: Path) -> tuple[Tensor, Tensor]:
     try:
         outputs = torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # a damaged file has many
-        raise Mistake(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(outputs, list) or not all(isinstance(output, Tensor) for output in outputs):
-        raise Mistake(f"{path}: is no list of tensors, as test.py --predictions writes it")
+        raise ConfigError(f"{path}: is no list of tensors, as test.py --predictions writes it")
     shapes = [tuple(output.shape) for output in outputs]
     dims = [len(shape) for shape in shapes]
     if dims != [2, 1] or len(outputs[0]) != len(outputs[1]) or outputs[1].is_floating_point():
-        raise Mistake(f"{path}: needs logits (samples, classes) and class indices (samples,), but has {shapes}")
+        raise ConfigError(f"{path}: needs logits (samples, classes) and class indices (samples,), but has {shapes}")
     logits, targets = outputs
     if len(targets) and targets.max() >= logits.shape[1]:
-        raise Mistake(f"{path}: has the target {targets.max()}, and logits of {logits.shape[1]} classes")
+        raise ConfigError(f"{path}: has the target {targets.max()}, and logits of {logits.shape[1]} classes")
     return logits.float(), targets.long()
 
 
@@ -126,19 +126,17 @@ def report(path: Path) -> None:
 
 def main() -> None:
     about, details = __doc__.split("\n", 1)
-    parser = argparse.ArgumentParser(
-        description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("paths", nargs="*", type=Path, default=[Path(".")], metavar="RUN_DIR_OR_FILE")
-    parser.add_argument("--root_dir", type=Path, default=Path("."), help="directory that holds the run directories")
+    parser = Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="these predictions, in place of a run's")
+    parser.add_argument("--out_dir", default=EvalConfig.out_dir, help="a run directory, or its name without the time")
+    parser.add_argument("--root_dir", default=EvalConfig.root_dir, help="directory that holds the run directories")
     args = parser.parse_args()
-    for path in args.paths:
-        report(find(path, args.root_dir))
+    for path in args.files or [find(args.out_dir, args.root_dir)]:
+        report(path)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Mistake as error:
-        print(f"confusion.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except ConfigError as error:
+        end(2, str(error))

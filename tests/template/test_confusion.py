@@ -32,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
     """A run directory."""
     folder = tmp_path / "20261121-093000-train_out"
     folder.mkdir()
+    (folder / "config.yaml").touch()
     return folder
 
 
@@ -112,12 +113,13 @@ def test_predictions_that_are_not_finite_keep_their_rows(folder: Path):
 
 
 def test_runs_in_another_directory(folder: Path, tmp_path: Path):
-    """All of them, or one by its name; a path holds as it is."""
+    """As test.py finds a run: by the name with the time or without it, or by its path."""
     save(folder, *of_classes())
     (cwd := tmp_path / "elsewhere").mkdir()
-    for words in ("--root_dir ..", f"{folder.name} --root_dir ..", f"--root_dir .. ../{folder.name}"):
+    for words in ("--root_dir ..", f"--out_dir {folder.name} --root_dir ..", f"--out_dir ../{folder.name}"):
         assert "200 samples" in call(f"tools/confusion.py {words}", cwd).stdout
-    assert "nowhere: no predictions" in call("tools/confusion.py --root_dir .. nowhere", cwd, code=2).stderr
+    error = call("tools/confusion.py --root_dir .. --out_dir nowhere", cwd, code=2).stderr
+    assert error.startswith("confusion.py: error: --out_dir nowhere: no such run")
 
 
 def test_half_precision(folder: Path):
@@ -141,14 +143,17 @@ def test_targets_that_the_metrics_ignore_are_in_no_table(tmp_path: Path):
 # ---- which file
 
 
-def test_the_newest_predictions_of_a_directory_or_files_by_their_names(folder: Path):
+def test_the_newest_predictions_of_a_run_or_files_by_their_names(folder: Path):
     logits, targets = of_classes()
     for age, name in enumerate(("val_best", "test_step-00000020", "test_best")):
         path = save(folder, logits, targets, name=name)
         os.utime(path, (1e9 - age, 1e9 - age))
-    for place in (folder, folder.parent):
-        printed = call(f"tools/confusion.py {place}", folder.parent).stdout
-        assert printed.startswith(f"{folder}/predictions_val_best.pt: 200 samples\n")
+    later = folder.parent / "20261121-094500-train_out"
+    later.mkdir()
+    (later / "config.yaml").touch()  # a run without predictions
+    printed = call("tools/confusion.py", folder.parent).stdout
+    assert printed.startswith(f"{later.name} is skipped: predictions_*.pt is missing\n")
+    assert f"\n{folder.name}/predictions_val_best.pt: 200 samples\n" in printed
     assert [path.name for path in folder.glob("*.csv")] == ["predictions_val_best.csv"]
     printed = call("tools/confusion.py predictions_test_best.pt predictions_test_step-00000020.pt", folder).stdout
     assert printed.count(": 200 samples") == 2
@@ -173,20 +178,20 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_what_is_no_classification_is_refused_in_one_line(kind: str, folder: Path):
     path = save(folder, *BAD[kind])
-    done = call("tools/confusion.py", folder, code=2)
+    done = call(f"tools/confusion.py {path.name}", folder, code=2)
     assert done.stderr.startswith(f"confusion.py: error: {path.name}: ") and done.stderr.count("\n") == 1
-    assert not done.stdout and [*folder.iterdir()] == [path]
+    assert not done.stdout and not [*folder.glob("*.csv")]
 
 
 def test_no_file_or_one_that_is_damaged_is_refused_in_one_line(folder: Path):
     path = folder / "predictions_test_best.pt"
-    for place, words in ((folder, "no predictions_*.pt"), (folder / "nowhere", "no predictions_*.pt")):
-        error = call(f"tools/confusion.py {place}", folder, code=2).stderr
-        assert error.startswith(f"confusion.py: error: {place}: {words}") and error.count("\n") == 1
+    assert call("tools/confusion.py --colour", folder, code=2).stderr.count("\n") == 1
+    error = call(f"tools/confusion.py --out_dir {folder}", folder, code=2).stderr
+    assert error.startswith(f"confusion.py: error: {folder}: no predictions_*.pt") and error.count("\n") == 1
     for content in (b"", b"step,loss\n", (REPO / "README.md").read_bytes()):
         path.write_bytes(content)
-        error = call("tools/confusion.py", folder, code=2).stderr
-        assert error.startswith(f"confusion.py: error: {path.name}: cannot be read: ") and error.count("\n") == 1
+        error = call(f"tools/confusion.py {path.name}", folder, code=2).stderr
+        assert error.startswith(f"confusion.py: error: {path.name}: cannot be read:") and error.count("\n") == 1
 
 
 # ---- the picture
@@ -207,7 +212,7 @@ def test_without_matplotlib_there_is_a_line_in_its_place(
     monkeypatch.setattr(confusion, "find_spec", lambda name: None)
     confusion.report(save(folder, *of_classes()))
     assert "no confusion_matrix_test_best.png: that needs matplotlib" in capsys.readouterr().out
-    assert {path.suffix for path in folder.iterdir()} == {".pt", ".csv"}
+    assert {path.suffix for path in folder.iterdir()} == {".pt", ".csv", ".yaml"}
 
 
 @needs_matplotlib
