@@ -70,7 +70,9 @@ def average(states: list[dict]) -> dict:
 def parse(cls: type[EvalConfig], argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", default=cls.out_dir, help="a run directory, or its name without the time")
+    parser.add_argument(
+        "--out_dir", default=cls.out_dir, help="run directory, or its name without the time (%(default)s)"
+    )
     parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
     parser.add_argument("--num", type=int, required=True, help="number of checkpoints")
     args = parser.parse_args(argv)

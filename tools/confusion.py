@@ -128,7 +128,9 @@ def main() -> None:
     about, details = __doc__.split("\n", 1)
     parser = Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="these predictions, in place of a run's")
-    parser.add_argument("--out_dir", default=EvalConfig.out_dir, help="a run directory, or its name without the time")
+    parser.add_argument(
+        "--out_dir", default=EvalConfig.out_dir, help="run directory, or its name without the time (%(default)s)"
+    )
     parser.add_argument("--root_dir", default=EvalConfig.root_dir, help="directory that holds the run directories")
     args = parser.parse_args()
     for path in args.files or [find(args.out_dir, args.root_dir)]:

@@ -6,13 +6,13 @@ A fork in a temporary directory trains from the newest checkpoint before the ste
 of the run, which is only read; the options are those of the process that has trained the step. It stops after the
 backward pass of the step, or of an earlier one whose gradient is not finite, and prints:
 
+- for each micro-batch of each process the values of compute_loss, the highest losses of single samples in eval mode,
+  the first module whose input or output is not finite, and the first samples, as indices of the training set. These
+  losses are those of a validation: without what only a training step has, such as a teacher. For the module the forward
+  pass is repeated, in training mode, with the same random numbers.
 - the norms of the gradients, by module; with several optimizers, as the first one finds them
-- for each micro-batch of each process the values of compute_loss, the samples as indices of the training set, the
-  highest losses of single samples in eval mode, and the first module whose input or output is not finite. These losses
-  are those of a validation: without what only a training step has, such as a teacher. For the module the forward pass
-  is repeated, in training mode, with the same random numbers.
 
---keep writes the same, with the batches and all losses, for torch.load. In 16-mixed only the step itself is looked at,
+--keep writes the same, with the batches, all samples and all losses, for torch.load. In 16-mixed only the step itself is looked at,
 since gradients that are not finite belong to it.
 """
 
@@ -54,7 +54,7 @@ from runtime.runs import find_run, read_summary  # noqa: E402
 from runtime.terminal import is_child_of_fabric, say  # noqa: E402
 
 TRAIN = train.train
-SHOWN = 10  # losses of a micro-batch
+SHOWN = 8  # losses and samples of a micro-batch
 
 
 class Done(Exception):
@@ -241,17 +241,21 @@ class Replay:
 
     def show(self, norm: float, gradients: dict[str, float], micro_batches: list[MicroBatch]):
         say(f"\nstep {self.step}: gradient norm {norm:.5g}")
-        for name, value in gradients.items():
-            say(f"{value:12.5g}  {name}")
         for each in micro_batches:
             losses = each.losses
             if isinstance(losses, dict):
                 losses = ", ".join(f"sample {sample} {loss:.5g}" for sample, loss in [*losses.items()][:SHOWN])
             say(f"rank {each.rank}: {', '.join(f'{name} {value:.5g}' for name, value in each.values.items())}")
-            samples = "; ".join(", ".join(map(str, indices)) for indices in each.samples)
-            say(f"  samples {samples or 'not known: they come from no TrainSampler'}")
             say(f"  highest losses in eval mode: {losses}")
             say(f"  first not finite: {each.first_not_finite}")
+            for indices in each.samples:
+                more = ", ... (--keep writes all)" if len(indices) > SHOWN else ""
+                say(f"  {len(indices)} samples: {', '.join(map(str, indices[:SHOWN]))}{more}")
+            if not each.samples:
+                say("  samples not known: they come from no TrainSampler")
+        say("norms of the gradients by module:")
+        for name, value in gradients.items():
+            say(f"{value:12.5g}  {name}")
         if self.args.keep:
             kept = {"step": self.step, "gradient_norms": gradients, "micro_batches": [*map(vars, micro_batches)]}
             with atomically(self.args.keep, "wb") as file:
@@ -322,7 +326,9 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
 def parse(cls: type[EvalConfig], argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out_dir", default=cls.out_dir, help="a run directory, or its name without the time")
+    parser.add_argument(
+        "--out_dir", default=cls.out_dir, help="run directory, or its name without the time (%(default)s)"
+    )
     parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
     parser.add_argument("--step", type=int, required=True, help="the step to look into, counted from 1")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is shown, and the batches, into a file")

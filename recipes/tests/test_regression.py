@@ -77,5 +77,5 @@ def test_predictions_are_kept_and_are_of_no_classes(program: Path, trained: Path
     outputs, targets = torch.load(run_dir(trained) / "predictions_test_best.pt", weights_only=True)
     assert outputs.shape == targets.shape == (100,)
     assert (outputs - targets).abs().mean().item() == pytest.approx(found["results"]["mae"], rel=1e-5)
-    error = call(f"tools/confusion.py", trained, code=2).stderr
+    error = call("tools/confusion.py", trained, code=2).stderr
     assert "needs logits (samples, classes)" in error and error.count("\n") == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from edits import OF_DATA, without_own_options
-from helpers import SMALL, TOOLS, run, run_dir, run_forked_sweep
+from helpers import SMALL, TOOLS, run, run_forked_sweep
 
 pytestmark = pytest.mark.recipes
 OPTIONS = SMALL.replace("--width 4 ", "")

@@ -108,6 +108,17 @@ def test_the_batches_are_kept_with_their_samples_and_losses(logged, tmp_path):
         assert f"highest losses in eval mode: sample {sample} {loss:.5g}, " in done.stdout
 
 
+def test_the_highest_losses_are_printed_first_and_no_line_is_long(tmp_path):
+    """Of many samples in a micro-batch some are named; --keep has all."""
+    call(f"{TRAIN} --epochs 1 --effective_batch_size 1000", tmp_path)
+    printed = call("tools/replay.py --step 1", tmp_path).stdout
+    lines = printed.partition("\nstep 1: ")[2].splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["rank", "highest", "first", "1000"]
+    assert lines[2].count("sample ") == 8
+    assert re.fullmatch(r"  1000 samples: (\d+, ){8}\.\.\. \(--keep writes all\)", lines[4])
+    assert max(map(len, lines)) < 200
+
+
 def test_single_samples_have_the_loss_of_a_validation(program, cwd):
     """What only a training step has, such as the number of its targets, would make another number of it."""
     (diff,) = diffs("docs/data.md", "A mean over tokens")
@@ -160,7 +171,7 @@ def test_a_poisoned_sample_is_named(options, layer, program, cwd):
     done = run_in(program, command_of(failed.stderr), cwd)
     assert without_locks(cwd) == before
     (found,) = re.findall(
-        r"^rank \d: loss nan\n  samples .*\n  (highest .*)\n  first not finite: (.*)$", done.stdout, re.MULTILINE
+        r"^rank \d: loss nan\n  (highest .*)\n  first not finite: (.*)\n  16 samples: .*$", done.stdout, re.MULTILINE
     )
     assert re.match(r"highest losses in eval mode: sample 700 nan, sample \d+ \d", found[0])
     assert found[1] == "input of model.layers.0, Conv2d"
