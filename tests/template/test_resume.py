@@ -52,6 +52,7 @@ import train
 from config import TrainConfig
 from runtime import checkpoints
 from runtime.cli import parse_train
+from runtime.options import values_of
 
 # ---- interrupted and resumed
 
@@ -512,3 +513,38 @@ def test_a_new_run_is_later_by_name_also_in_the_hour_that_the_clock_repeats(tmp_
     as_a_run(tmp_path / "20991101-015959-train_out")  # a second later it is one o'clock again
     done = run(f"train.py {SMALL} --max_steps 1", tmp_path, TZ="EST5EDT,M3.2.0,M11.1.0")  # New York
     assert "run directory 20991101-020000-train_out" in done.stdout
+
+
+# ---- which options may change
+
+OTHER = {
+    "out_dir": "other", "root_dir": "other", "comment": "x", "project": "x", "seed": 3, "dataset": "other", "width": 8,
+    "dropout": 0.5, "accelerator": "auto", "devices": 1, "num_nodes": 1, "strategy": "ddp", "deterministic": False,
+    "num_threads": 2, "timeout": 100, "precision": "bf16-mixed", "compile": "default", "effective_batch_size": 32,
+    "micro_batch_size": 16, "num_workers": 1, "drop_last": False, "epochs": 9, "max_steps": 24, "base_lr": 0.1,
+    "base_batch_size": 32, "lr_scaling_rule": "sqrt", "warmup_epochs": 0.5, "lr_schedule": "linear",
+    "weight_decay": 0.5, "max_grad_norm": 1, "early_stopping_patience": 9, "early_stopping_min_delta": 0.1,
+    "logger_name": "csv", "log_per_epoch": 2, "log_interval": 3, "val_frequency": 2, "val_interval": 3,
+    "checkpoint_frequency": 2, "checkpoint_interval": 3, "num_checkpoint_keep": 1,
+    "monitor": "val/loss --monitor_mode max", "monitor_mode": "min --monitor val/accuracy", "limit_train_batches": 5,
+    "limit_val_batches": 1, "num_sanity_val_steps": 2, "summary": True,
+}  # fmt: skip
+
+
+@pytest.mark.night
+def test_the_options_that_a_resume_cannot_change_are_those_of_the_page(tmp_path):
+    """Each is tried. data_dir may change, but the digits have none."""
+    assert {*OTHER} == values_of(TrainConfig()).keys() - {"data_dir", "fast_run"}
+    call(f"train.py {SMALL}", tmp_path)
+    refused = set()
+    for name, value in OTHER.items():
+        folder = copied(run_dir(tmp_path), tmp_path / name)
+        longer = "" if name in ("epochs", "max_steps") else "--epochs 6"
+        try:
+            call(f"train.py --resume {folder} {longer} --{name} {value}", tmp_path)
+        except AssertionError as error:
+            assert "exit code 2" in str(error)
+            refused.add(name)
+    page = (REPO / "docs" / "guarantees.md").read_text()
+    (listed,) = re.findall(r"^Eleven options cannot change: (.*?)\.\s", page, re.MULTILINE | re.DOTALL)
+    assert {*re.findall(r"`--(\w+)`", listed)} == refused and len(refused) == 11
