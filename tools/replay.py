@@ -12,8 +12,8 @@ backward pass of the step, or of an earlier one whose gradient is not finite, an
   pass is repeated, in training mode, with the same random numbers.
 - the norms of the gradients, by module; with several optimizers, as the first one finds them
 
---keep writes the same, with the batches, all samples and all losses, for torch.load. In 16-mixed only the step itself is looked at,
-since gradients that are not finite belong to it.
+--keep writes the same, with the batches, all samples and all losses, for torch.load. In 16-mixed only the step itself
+is looked at, since gradients that are not finite belong to it.
 """
 
 import argparse

@@ -12,6 +12,7 @@ import textwrap
 import zlib
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -22,13 +23,30 @@ import yaml
 from simple_parsing.utils import flatten_join
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+from config import TrainConfig  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 
 NO_COLUMNS = ("path", "run", "last", "out_dir", "root_dir")  # of `differing`: the name of a run, and what it tells
 UNTRAINED = ("tests", "recipes", "tools", "benchmarks")  # folders whose code no training runs
 AVERAGED = ("seed", "fold")  # options over which --group averages, and in which the pairs of --compare agree
 RESULTS = ("best", "best_step", "step", "time", "state")
-# Of a table that is too wide, these columns are left out first, then the options, the last first.
+# Options that do not change what is learned: those that may differ between machines, and in these classes of config.py
+# those that a resume can change. Of a table that is too wide, they are left out first.
+MINOR_GROUPS = ("Run", "Machine", "Logging", "Checkpoints")
+MINOR = {
+    option.name
+    for group in filter(is_dataclass, TrainConfig.__mro__)
+    for option in fields(group)
+    if option.metadata.get("per_host") or (group.__name__ in MINOR_GROUPS and not option.metadata.get("fixed"))
+}
+# The first takes the place of the second, where it is above 0.
+STEPS_FOR_EPOCHS = {
+    "max_steps": "epochs",
+    "log_interval": "log_per_epoch",
+    "val_interval": "val_frequency",
+    "checkpoint_interval": "checkpoint_frequency",
+}
+# These columns are left out next, then the other options, the last first.
 LEFT_OUT_FIRST = ("best_step", "parameters", "time", "step", "parent", "code")
 # Values of other metrics cannot be compared: where these differ, that must be seen.
 ALWAYS_SHOWN = ("run", "monitor", "best", "mean", "std", "n", "repeated", "state")
@@ -138,8 +156,11 @@ def read_run(path: Path, versions: dict) -> dict:
         state = "running"
     run = {"path": path, "run": path.name, "parent": read(path / "provenance" / "parent.json", read_parent, None)}
     run |= read(path / "config.yaml", read_options, {})
-    if passes(run, "max_steps", ">", "0"):
-        run.pop("epochs", None)  # has no effect
+    for steps, epochs in STEPS_FOR_EPOCHS.items():
+        if passes(run, steps, ">", "0"):
+            run.pop(epochs, None)  # has no effect
+        elif steps in run:
+            run[steps] = None
     run["code"] = read_code(path, versions)
     run |= {name: summary.get(name) for name in ("parameters", "best", "best_step", "step")}
     run |= {"time": summary.get("seconds"), "state": state, "last": summary.get("last", {})}
@@ -173,9 +194,15 @@ def differing(runs: list[dict]) -> list[str]:
 
 
 def tests_of(runs: list[dict]) -> list[str]:
-    """The results of test.py, those of the monitored metric first. Their names alone have a slash."""
+    """The results of test.py, those of the monitored metric first, and those of compute_loss, which are logged of the
+    training, too, last. Their names alone have a slash."""
     names = dict.fromkeys(name for run in runs for name in run if "/" in name)
-    return sorted(names, key=lambda name: not is_monitored(name, runs))
+    trained = {name for run in runs for name in run["last"]}
+
+    def order(name: str) -> tuple[bool, bool]:
+        return not is_monitored(name, runs), f"train/{name.rpartition('/')[2]}" in trained
+
+    return sorted(names, key=order)
 
 
 def is_monitored(name: str, runs: list[dict]) -> bool:
@@ -219,11 +246,16 @@ def named(runs: list[dict], text: str) -> list[dict]:
     return [run for run in runs if has_name(run, text)] or [run for run in runs if has_name(run, f"*{text}*")]
 
 
+def parts_of(text: str) -> tuple[str, str, str]:
+    """The column, the comparison and the value of a filter."""
+    found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
+    return found.groups() if found else ("run", "=", text)
+
+
 def chosen(runs: list[dict], text: str) -> list[dict]:
     """The runs that pass a filter such as `width=64`, `run=base`, `state!=failed`, `best>=0.9`; a text without a
     comparison is a name, or a part of some. Raises ConfigError if there is none."""
-    found = re.match("(.+?)(>=|<=|!=|[=<>])(.*)", text)
-    key, comparison, wanted = found.groups() if found else ("run", "=", text)
+    key, comparison, wanted = parts_of(text)
     key = column_of(runs, key)
     is_column = any(key in run for run in runs)
     if not is_column:  # a name may have `=` in it
@@ -333,7 +365,8 @@ def print_table(columns: dict[str, list[str]], width: float = math.inf, kept: Co
     left_out = []
     if excess() > 0:
         cells = {name: narrow(name, texts) for name, texts in columns.items()}
-    for name in dict.fromkeys([*LEFT_OUT_FIRST, *reversed(columns)]):
+    minor = [name for name in reversed(columns) if name in MINOR]
+    for name in dict.fromkeys([*minor, *LEFT_OUT_FIRST, *reversed(columns)]):
         if name in cells and name not in kept and excess() > 0:
             del cells[name]
             left_out.append(name)

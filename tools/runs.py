@@ -7,7 +7,7 @@ python tools/runs.py DIR --columns width seed best      # these columns alone
 python tools/runs.py DIR --plot                         # curves in the terminal; needs plotext
 python tools/runs.py DIR --plot curves.png              # needs matplotlib
 python tools/runs.py DIR --diff A B                     # options, results, packages and code of two runs
-python tools/runs.py DIR --compare width=32 width=64    # is one group better? Paired by seed and fold
+python tools/runs.py DIR --compare width=32 width=64    # is one group better? Paired by what else was searched
 
 A, B and a filter may be the name of a run, with the time or without it, its path, or a part of its name. A filter takes
 a value as the table shows it. The table fits the terminal, or 80 columns: titles are broken, long texts cut, and
@@ -31,8 +31,10 @@ in provenance/ of each run. Versions that differ in tests, recipes, tools and be
 puts runs of other code into other rows, and counts a seed once: of its runs the newest that has finished, or the
 newest.
 
-`--compare` takes finished runs. The 95 % interval is that of Student's t. If 0 is in it, the last line tells with how
-many more seeds it would not be, in four of five cases, if the difference and its spread are as they seem now.
+`--compare` takes finished runs, and pairs those that agree in seed and fold, and in the options of the training that
+differ within a group, but for that of the filter. The 95 % interval is that of Student's t. If 0 is in it, the last
+line tells with how many more pairs it would not be, in four of five cases, if the difference and its spread are as they
+seem now.
 """
 
 import argparse
@@ -51,6 +53,7 @@ from statistics import mean, stdev
 from run_table import (
     ALWAYS_SHOWN,
     AVERAGED,
+    MINOR,
     NO_COLUMNS,
     OF_GROUPS,
     RESULTS,
@@ -64,6 +67,7 @@ from run_table import (
     is_monitored,
     no_column,
     number,
+    parts_of,
     place,
     print_table,
     read,
@@ -76,32 +80,53 @@ MARKS = "0123456789"  # of the runs that --plot draws
 # ---- two groups
 
 
-def by_seed(runs: list[dict], text: str) -> dict[tuple, dict]:
-    """The finished runs of a group of --compare by seed and fold."""
-    group: dict[tuple, dict] = {}
+def finished(runs: list[dict], text: str) -> list[dict]:
+    """The finished runs of a group of --compare."""
+    group = []
     for run in chosen(runs, text):
-        key = tuple(run.get(name) for name in AVERAGED)
         if run["state"] != "finished" or run["best"] is None:
             print(f"left out: {run['run']}, {run['state']}")
-        elif key in group:
-            names = differing([group[key], run])
-            wanted = f"{names[0]}={group[key][names[0]]}" if names else f"run!={run['run']}"
-            raise ConfigError(f"--compare {text}: {group[key]['run']} and {run['run']} have the same seed; "
-                              f"keep one of them, as by --filter {shlex.quote(wanted)}")  # fmt: skip
         else:
-            group[key] = run
+            group.append(run)
     return group
 
 
-def compare(runs: list[dict], names: list[str]) -> None:
+def paired_by(groups: list[list[dict]], texts: list[str]) -> list[str]:
+    """In what the runs of a pair agree: seed and fold, and the options that differ within a group, but for those of the
+    filters, and those that do not change what is learned."""
+    others = {*MINOR, "code", "parent", "parameters", *(parts_of(text)[0] for text in texts)}
+    averaged = [name for name in AVERAGED if any(name in run for group in groups for run in group)]
+    searched = [name for group in groups for name in differing(group)]
+    return [name for name in dict.fromkeys([*averaged, *searched]) if name not in others]
+
+
+def by_key(group: list[dict], names: list[str], text: str) -> dict[tuple, dict]:
+    """The runs of a group by their values of these options."""
+    found: dict[tuple, dict] = {}
+    for run in group:
+        key = tuple(run.get(name) for name in names)
+        if key in found:
+            others = differing([found[key], run])
+            wanted = f"{others[0]}={found[key][others[0]]}" if others else f"run!={run['run']}"
+            alike = ", ".join(names) or "options"
+            raise ConfigError(f"--compare {text}: {found[key]['run']} and {run['run']} have the same {alike}; "
+                              f"keep one of them, as by --filter {shlex.quote(wanted)}")  # fmt: skip
+        found[key] = run
+    return found
+
+
+def compare(runs: list[dict], texts: list[str]) -> None:
     """Prints the best values of two groups of runs in pairs, the mean difference with its 95 % interval, and whether
-    that is distinguishable from none. If not, it estimates the seeds with which it would be in four of five cases."""
+    that is distinguishable from none. If not, it estimates the pairs with which it would be in four of five cases."""
     from scipy.stats import t  # half a second
 
-    first, second = (by_seed(runs, name) for name in names)
+    groups = [finished(runs, text) for text in texts]
+    names = paired_by(groups, texts)
+    first, second = (by_key(group, names, text) for group, text in zip(groups, texts, strict=True))
     keys = [key for key in first if key in second]
     if len(keys) < 2:
-        raise ConfigError(f"--compare: needs finished runs of two seeds or more in both groups, and found {len(keys)}")
+        alike = ", ".join(names) or "options"
+        raise ConfigError(f"--compare: needs two pairs or more of finished runs, alike in {alike}; found {len(keys)}")
     kinds = {(run["monitor"], read_mode(run)) for key in keys for run in (first[key], second[key])}
     if len(kinds) > 1:
         raise ConfigError("--compare: the runs do not monitor the same value")
@@ -109,7 +134,7 @@ def compare(runs: list[dict], names: list[str]) -> None:
     ours = [first[key]["best"] for key in keys]
     theirs = [second[key]["best"] for key in keys]
     differences = [b - a for a, b in zip(ours, theirs, strict=True)]
-    columns = {name: [first[key][name] for key in keys] for name in AVERAGED if name in first[keys[0]]}
+    columns = {name: [first[key].get(name) for key in keys] for name in names}
     columns |= {"A": ours, "B": theirs, "B - A": differences}
     print(f"best: {mode} {monitor}")
     print_table({name: [cell(name, value) for value in values] for name, values in columns.items()})
@@ -132,9 +157,9 @@ def compare(runs: list[dict], names: list[str]) -> None:
         more = 1
         while more < 1000 and abs(average) < half_width(count + more, chance=0.8):
             more += 1
-        seeds = {1: "about 1 more seed", 1000: "1000 more seeds or more"}.get(more, f"about {more} more seeds")
+        pairs = {1: "about 1 more pair", 1000: "1000 more pairs or more"}.get(more, f"about {more} more pairs")
         condition = "in four of five cases, if difference and spread stay as they are"
-        print(f"not distinguishable; with {seeds} it would be, {condition}")
+        print(f"not distinguishable; with {pairs} it would be, {condition}")
 
 
 # ---- two runs
@@ -165,8 +190,13 @@ def diff(runs: list[dict], names: list[str]) -> None:
             raise ConfigError(f"--diff {name}: {len(found)} runs fit: {first}")
         pair += found
     (packages, code), (other_packages, other_code) = map(provenance, pair)
-    for title, ours, theirs in (("value", *pair), ("package", packages, other_packages)):
-        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and name not in NO_COLUMNS]
+    results = ["best", *tests_of(pair), *RESULTS[1:]]
+    values, other_values = (
+        {name: value for name, value in run.items() if value is not None and name not in NO_COLUMNS} for run in pair
+    )
+    for title, ours, theirs in (("value", values, other_values), ("package", packages, other_packages)):
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        names.sort(key=lambda name: results.index(name) if name in results else -1)
         columns = {title: names or ["all the same"]}
         if names:
             columns["A"] = [str(ours.get(name, "-")) for name in names]
@@ -270,7 +300,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--format", choices=("table", "csv"), default="table")
     parser.add_argument("--plot", nargs="?", const="", metavar="FILE", help="draw losses and monitored values")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two runs")
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="compare two groups of runs, seed by seed")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="compare two groups of runs, pair by pair")
     return parser.parse_args()
 
 

@@ -216,11 +216,25 @@ def test_the_monitor_is_shown_where_it_differs(tmp_path: Path):
     assert "monitor" not in runs(tmp_path, "--filter width=0").stdout
 
 
-def test_max_steps_takes_the_place_of_epochs(tmp_path: Path):
-    for number, (epochs, steps) in enumerate([(20.0, 0), (25.0, 0), (20.0, 3)]):
-        make(tmp_path, number, [0.5], epochs=epochs, max_steps=steps)
-    assert [(row["epochs"], row["max_steps"]) for row in table(tmp_path)] == [("20.0", "0"), ("25.0", "0"), ("", "3")]
-    assert "epochs" not in table(tmp_path, "--filter epochs!=25")[0]
+@pytest.mark.parametrize(
+    "name, steps",
+    [
+        ("epochs", "max_steps"),
+        ("log_per_epoch", "log_interval"),
+        ("val_frequency", "val_interval"),
+        ("checkpoint_frequency", "checkpoint_interval"),
+    ],
+)
+def test_what_counts_steps_takes_the_place_of_what_counts_epochs(name: str, steps: str, tmp_path: Path):
+    """The one of the two that has no effect is not there."""
+    for number, (epochs, count) in enumerate([(20.0, 0), (25.0, 0), (20.0, 3), (25.0, 3)]):
+        make(tmp_path, number, [0.5], **{name: epochs, steps: count})
+    assert [(row[name], row[steps]) for row in table(tmp_path)] == [("20.0", ""), ("25.0", ""), ("", "3"), ("", "3")]
+    assert name not in table(tmp_path, f"--filter {name}!=25")[0]
+    lines = [line.split() for line in runs(tmp_path, "--diff 000000 000002").stdout.splitlines()]
+    assert [name, "20.0", "-"] in lines and [steps, "-", "3"] in lines
+    assert steps not in runs(tmp_path, "--diff 000000 000001").stdout
+    assert runs(tmp_path, "--diff 000002 000003").stdout.startswith("value\nall the same\n")
 
 
 def test_sorted_and_filtered(sweep: Path):
@@ -330,6 +344,22 @@ def test_options_stay_longer_than_parent_and_code(tmp_path: Path):
     assert "values of other code" not in runs(tmp_path, "--wide").stdout
     assert "values of other code" not in runs(tmp_path, "--filter seed=1").stdout
     assert runs(tmp_path, "--group --columns mean").stdout.endswith(f"\n{rows[-1]}\n")
+
+
+def test_options_that_do_not_change_what_is_learned_are_left_out_first(tmp_path: Path):
+    """What is searched stays, and seed and precision, which stand among the others, too."""
+    for number in range(4):
+        minor = {
+            name: number for name in ("devices", "num_threads", "num_workers", "num_checkpoint_keep", "log_interval")
+        }
+        minor |= {name: f"{name}-{number}" for name in ("comment", "project", "accelerator", "data_dir", "logger_name")}
+        searched = {"base_lr": f"{number / 7}", "weight_decay": f"{number / 9}", "mine": number}
+        path = make(tmp_path, number, [0.5], seed=number, precision=f"bf{number}-mixed", **minor, **searched)
+        change_summary(path, parameters=number)
+        path.rename(f"{path}{number}")
+    _, titles, *_ = runs(tmp_path, columns=64).stdout.splitlines()
+    assert titles.split() == ["run", "seed", "precision", "base_", "weight_", "mine", "best", "state"]
+    assert {*minor, *searched} < {*table(tmp_path)[0]}
 
 
 def test_a_long_option_loses_its_middle(tmp_path: Path):
@@ -529,6 +559,19 @@ def test_diff(tmp_path: Path):
     assert not {"same", "logger_name", "step", "run", "path", "?"} & {line[0] for line in lines if line}
     text = runs(tmp_path, "--diff 000000 seed=0").stdout
     assert text == "value\nall the same\n\npackage\nall the same\n\ncode\nnot kept\n"
+
+
+def test_diff_has_the_best_value_and_the_metrics_before_the_parts_of_the_loss(tmp_path: Path):
+    """Those that compute_loss returns are logged of the training, too. The time of the run comes last."""
+    for number in range(2):
+        path = make(tmp_path, number, [0.5 + number / 10], width=number)
+        last = {f"train/{name}": 1.0 for name in ("loss", "loss_of_edges", "grad_norm")}
+        change_summary(path, last=last, seconds=10.0 + number)
+        evaluate(path, loss=number, loss_of_edges=number, f1=number, accuracy=number)
+    expected = ["test/accuracy", "test/f1", "test/loss", "test/loss_of_edges"]
+    assert [name for name in table(tmp_path)[0] if "/" in name] == expected
+    first = runs(tmp_path, "--diff 000000 000001").stdout.partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in first] == ["value", "width", "best", *expected, "time"]
 
 
 def test_diff_names_the_first_of_several_runs(sweep: Path):
@@ -808,25 +851,25 @@ def test_compare_a_value_whose_smallest_is_best(tmp_path: Path):
     assert lines[-1] == "distinguishable: A is better"
 
 
-def test_compare_says_how_many_more_seeds_would_settle_it(tmp_path: Path):
-    """In a simulation with so many seeds, four of five cases are distinguishable."""
+def test_compare_says_how_many_more_pairs_would_settle_it(tmp_path: Path):
+    """In a simulation with so many pairs, four of five cases are distinguishable."""
     theirs = [0.93, 0.79, 0.97, 0.84]
     last = pairs(tmp_path, OURS, theirs)[-1]
     words = "it would be, in four of five cases, if difference and spread stay as they are"
-    more = int(re.fullmatch(rf"not distinguishable; with about (\d+) more seeds {words}", last)[1])
+    more = int(re.fullmatch(rf"not distinguishable; with about (\d+) more pairs {words}", last)[1])
     differences = np.subtract(theirs, OURS)
     noise = np.random.default_rng(0).normal(size=(20000, 4 + more))
     drawn = differences.mean() + differences.std(ddof=1) * noise
     assert np.mean(ttest_1samp(drawn, 0, axis=1).pvalue < 0.05) == pytest.approx(0.8, abs=0.02)
 
 
-def test_compare_what_no_number_of_seeds_settles(tmp_path: Path):
-    assert pairs(tmp_path, [0.9, 0.8], [0.8, 0.9])[-1].startswith("not distinguishable; with 1000 more seeds or more ")
+def test_compare_what_no_number_of_pairs_settles(tmp_path: Path):
+    assert pairs(tmp_path, [0.9, 0.8], [0.8, 0.9])[-1].startswith("not distinguishable; with 1000 more pairs or more ")
 
 
-def test_compare_with_one_more_seed(tmp_path: Path):
+def test_compare_with_one_more_pair(tmp_path: Path):
     last = pairs(tmp_path, [0.5, 0.5], [0.51, 0.5125])[-1]
-    assert last.startswith("not distinguishable; with about 1 more seed it would be, ")
+    assert last.startswith("not distinguishable; with about 1 more pair it would be, ")
 
 
 @pytest.mark.parametrize("theirs", [[0.91, 0.81, 0.96, 0.86], OURS])
@@ -852,6 +895,22 @@ def test_compare_pairs_what_is_finished(tmp_path: Path):
     assert ", 4 pairs" in lines[7]
 
 
+@pytest.mark.parametrize("groups", ["width=32 width=64", "width<64 width>=64", "base wide"])
+def test_compare_pairs_by_the_other_options_that_were_searched(groups: str, tmp_path: Path):
+    """Here the difference is small beside that between the learning rates. What does not change what is learned, as the
+    number of workers, makes no other pair."""
+    for number in range(8):
+        is_wide, seed, lr = number // 4, number % 2, (0.1, 0.2)[number // 2 % 2]
+        value = 0.5 + lr + seed / 10 + is_wide * (0.01 + number / 10000)
+        path = make(tmp_path, number, [value], seed=seed, width=(32, 64)[is_wide], base_lr=lr, num_workers=number)
+        path.rename(path.with_name(f"{path.name[:16]}{('base', 'wide')[is_wide]}-{number}"))
+    lines = runs(tmp_path, f"--compare {groups}").stdout.splitlines()
+    assert lines[1].split() == ["seed", "base_lr", "A", "B", "B", "-", "A"]
+    assert [line.split()[:2] for line in lines[2:6]] == [["0", "0.1"], ["1", "0.1"], ["0", "0.2"], ["1", "0.2"]]
+    assert lines[6].startswith("B - A: 0.0106 on average, ") and lines[6].endswith(", 4 pairs")
+    assert lines[7] == "distinguishable: B is better"
+
+
 def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
     both = runs(sweep, "--compare width=32 val=7", code=2)
     assert "val=7: no such column" in both.stderr
@@ -860,7 +919,7 @@ def test_compare_two_runs_of_a_seed_or_one_pair_is_a_mistake(sweep: Path):
         "20260101-000000-x and 20260101-000003-x have the same seed; keep one of them, as by --filter width=32\n"
     )
     error = runs(sweep, "--filter seed=1 --compare width=32 width=64", code=2).stderr
-    assert "needs finished runs of two seeds or more in both groups, and found 1" in error
+    assert "needs two pairs or more of finished runs, alike in seed; found 1" in error
     make(sweep, 6, [0.5], seed=0, width=128, monitor="val/loss", monitor_mode="min")
     make(sweep, 7, [0.5], seed=1, width=128, monitor="val/loss", monitor_mode="min")
     assert "do not monitor the same value" in runs(sweep, "--compare width=32 width=128", code=2).stderr
