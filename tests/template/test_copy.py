@@ -511,6 +511,51 @@ def test_every_file_that_ci_names_is_there(system: str, deleted: str, tmp_path: 
         assert any(f" {folder}/" in each for each in runs)
 
 
+# ---- type hints of a copy
+
+# As the documentation of torchmetrics has it, and with an argument.
+METRIC = """class Confident(Metric):
+    def __init__(self, threshold: float):
+        super().__init__()
+        self.threshold = threshold
+        self.add_state("confident", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("scores", default=[], dist_reduce_fx="cat")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        scores = logits.softmax(1).amax(1)
+        self.scores.append(scores)
+        self.confident += (scores > self.threshold).sum()
+        self.total += targets.numel()
+
+    def compute(self) -> Tensor:
+        return self.confident.float() / self.total
+
+
+"""
+
+
+def mypy_in(program: Path) -> str:
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=program, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.night
+def test_mypy_knows_packages_without_hints_and_a_metric_of_the_users_own(tmp_path: Path):
+    """A module of the user's own that is mistyped, and an argument of the wrong type, are still found."""
+    program = copy_programs(tmp_path)
+    shutil.copy(REPO / "pyproject.toml", program)
+    insert_before(program, "digits", "    import pandas\n    import scipy.stats\n\n    pandas.read_csv(scipy.stats)\n")
+    insert_before(program, "build_metrics", METRIC)
+    with_text(program, "train.py", ("from torchmetrics import ", "from torchmetrics import Metric, "))
+    replace(program, "metrics", '{"accuracy": accuracy, "confident": Confident(0.9)}')
+    assert "Success" in mypy_in(program)
+    insert_before(program, "functions", "import mdoel\n\n")
+    replace(program, "use of dropout", "config.width, config.dataset)")
+    error = mypy_in(program)
+    assert 'named "mdoel"' in error and 'expected "float"' in error and "Found 2 errors" in error
+
+
 # ---- Windows
 
 # A stand-in for Windows: what is imported before is of this system, the programs find another name and no fcntl.
