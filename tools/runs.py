@@ -11,8 +11,8 @@ python tools/runs.py DIR --compare width=32 width=64    # is one group better? P
 
 A, B and a filter may be the name of a run, with the time or without it, its path, or a part of its name. A filter takes
 a value as the table shows it. The table fits the terminal, or 80 columns: titles are broken, long texts cut, and
-columns left out, which the last lines name. The name that you gave a run is never cut. `--wide` shows all of it,
-`--format csv` all digits.
+columns left out, which the last lines name: first options that do not change what is learned, as the number of data
+workers. The name that you gave a run is never cut. `--wide` shows all of it, `--format csv` all digits.
 
 A run is `running` while its process holds the lock; else `finished` or `failed` as summary.json says, or `interrupted`,
 also by a kill. The results are those of summary.json, which a run renews with each checkpoint; `time` is that of all
