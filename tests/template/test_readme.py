@@ -190,7 +190,9 @@ def test_what_one_sees_is_what_a_run_prints(tmp_path: Path):
     whole, resumed, on_two = (block.strip() for block in blocks(README) if "finished after" in block)
     assert len(lines(whole)) >= 10 and lines(whole) <= lines(call(f"train.py {SMALL}", tmp_path).stdout)
     call(f"train.py {SMALL} --out_dir nightly", tmp_path)
-    assert lines(resumed) <= lines(call("train.py --out_dir nightly --resume auto --epochs 6", tmp_path).stdout) | {"..."}
+    assert lines(resumed) <= lines(call("train.py --out_dir nightly --resume auto --epochs 6", tmp_path).stdout) | {
+        "..."
+    }
     assert lines(on_two) <= lines(run(f"train.py {SMALL} {ON_2}", tmp_path).stdout) | {"..."}
 
 
