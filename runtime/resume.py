@@ -1,6 +1,5 @@
 """A resume: what is compared with the run so far, and what is restored from its checkpoint."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ class Resume:
         saved: The contents of the checkpoint to resume from; {} if there is none.
         origin: Its path, and the source files that have changed since.
         changes: What else has changed, in words.
-        hint: How a new run takes a setting of an optimizer that a resume cannot change.
         step: Its step, or 0.
         micro_batch_size: That of the run so far, or 0.
     """
@@ -37,7 +35,6 @@ class Resume:
         self.saved: dict = {}
         self.origin = ""
         self.changes: list[str] = []
-        self.hint = ""
         self.step = 0
         self.micro_batch_size = 0
 
@@ -56,9 +53,6 @@ class Resume:
             code = code_folder(run_dir, about["code"])
             raise ConfigError(f"--resume: {path} is of another version of the template: go on with the code in {code}")
         self.origin = f"{path}{changed_files(about['code'])}"
-        if (ROOT / "tools" / "fork.py").exists():
-            command = shlex.join(["python", "tools/fork.py", "--parent", str(run_dir), "--out_dir", "NAME"])
-            self.hint = f"; a new run takes it: {command} ..."
         self.step = self.saved["step"]
         self.micro_batch_size = self.saved["micro_batch_size"]
 
@@ -116,7 +110,7 @@ class Resume:
                     self.changes.append(f"state[{name!r}] is not in the checkpoint, and new")
                 elif name in optimizers:
                     then = about["optimizers"][name]
-                    restore_optimizer(state[name], copied(self.saved[name]), optimizers[name], then, self.hint)
+                    restore_optimizer(state[name], copied(self.saved[name]), optimizers[name], then)
                 else:
                     state[name] = restored(fabric, state[name], copied(self.saved[name]))
         except torch.OutOfMemoryError:
@@ -152,7 +146,7 @@ def restored(fabric: Fabric, current: Any, value: Any) -> Any:
     return current
 
 
-def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list, hint: str):
+def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
     """Restores an optimizer from its state_dict, which knows parameters by number alone: its groups and their
     parameters are put, in place, into the order of the checkpoint first. So what it has of a parameter finds that by
     name, and sums over all parameters keep their order.
@@ -162,7 +156,6 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list, hint
         saved: Its state_dict in the checkpoint.
         built: Its groups, as they were built in this process; they are put into the order of the checkpoint, too.
         then: Its groups in the process that has saved the checkpoint.
-        hint: How a new run takes another setting.
 
     Raises:
         ValueError: It trains other parameters, or in other groups, or is of another class, or has other settings. Or it
@@ -178,8 +171,9 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list, hint
     for group, now, old in zip(optimizer.param_groups, built, then, strict=True):
         for name, value in old.items():  # the class is the first
             if name != "parameters" and name in now and now[name] != value:
-                end = "" if name == "class" else hint
-                raise ValueError(f"an optimizer has {name} {now[name]}, but {value} in the checkpoint{end}")
+                can_fork = name != "class" and (ROOT / "tools" / "fork.py").exists()
+                hint = "; tools/fork.py begins a new run with it" if can_fork else ""
+                raise ValueError(f"an optimizer has {name} {now[name]}, but {value} in the checkpoint{hint}")
         places = [now["parameters"].index(name) for name in old["parameters"]]
         for values in (now["parameters"], group["params"], group.get("param_names")):
             if values:

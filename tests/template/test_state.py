@@ -163,12 +163,12 @@ def test_another_setting_of_the_optimizer_is_refused_and_changes_nothing(
     if has_tools:
         (second / "tools").mkdir()
         (second / "tools" / "fork.py").touch()
-        hint = "; a new run takes it: python tools/fork.py --parent {} --out_dir NAME ..."
+        hint = "; tools/fork.py begins a new run with it"
     call(f"{first}/train.py {CONSTANT} --epochs 1", cwd)
     before = without_locks(cwd)
     how = run if devices else call
     error = how(f"{second}/train.py --resume auto --epochs 2 {options} {devices}", cwd, code=2).stderr
-    end = f": an optimizer has {words} in the checkpoint{hint.format(run_dir(cwd).name)}"
+    end = f": an optimizer has {words} in the checkpoint{hint}"
     told = [line for line in error.splitlines() if line.endswith(end)]
     assert told == error.splitlines() and told[0].startswith("train.py: error: ")
     assert without_locks(cwd) == before
