@@ -183,7 +183,7 @@ def test_recipes_that_change_neighbouring_lines_train_together(kind: str, featur
 
 
 def test_the_page_has_a_row_for_each_recipe():
-    folders = ("methods", "features", "cluster", "data")
+    folders = ("methods", "features", "cluster", "data", "ports")
     recipes = [(folder, path.stem) for folder in folders for path in sorted((RECIPES / folder).glob("*.patch"))]
     assert [row[:2] for row in TABLE] == recipes
 
