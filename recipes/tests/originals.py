@@ -3,7 +3,7 @@ that test_ports.py compares with:
 
     git clone https://github.com/pytorch/examples && git -C examples checkout 77f55b912142e11fcfdf5b530231fb9c52f181e8
     python recipes/tests/originals.py examples/mnist --epochs 2 --log-interval 1
-    python recipes/tests/originals.py examples/word_language_model --data data --emsize 16 --nhid 16 --bptt 20 --epochs 4
+    python recipes/tests/originals.py examples/word_language_model --data . --emsize 16 --nhid 16 --bptt 20 --epochs 4
 
 The first needs torchvision 0.28.0. A script runs in a temporary folder, on a CPU, where mnist/main.py does not shuffle.
 What is not as in the script itself: torch's generator is seeded before each forward pass of a training step as the
@@ -33,7 +33,6 @@ def write_digits(folder: Path) -> None:
     images, targets = load_digits(return_X_y=True)
     large = np.kron(images.reshape(-1, 8, 8), np.ones((3, 3))) * 255 // 16
     large = np.pad(large, ((0, 0), (2, 2), (2, 2))).astype(np.uint8)
-    folder.mkdir(parents=True)
     for name, first, count in (("train", 0, 200), ("t10k", 200, 80)):
         part = slice(first, first + count)
         for kind, values in (("images-idx3", large[part]), ("labels-idx1", targets[part].astype(np.uint8))):
@@ -45,7 +44,6 @@ def write_text(folder: Path) -> None:
     """Lines of words, each of which is likely after some others: 4,090 words for training, 810 twice more. In these two
     other words are likely, so the validation soon gets worse."""
     rng = random.Random(0)
-    folder.mkdir(parents=True)
     for name, lines, factor in (("train", 409, 3), ("valid", 81, 7), ("test", 81, 7)):
         text = ""
         for _ in range(lines):
@@ -95,13 +93,15 @@ def main(folder: Path, options: list[str]) -> list[float]:
         cwd.mkdir()
         os.chdir(cwd)
         if folder.name == "mnist":
-            write_digits(Path(temporary, "data", "MNIST", "raw"))
+            data_dir = Path(temporary, "data", "MNIST", "raw")  # where the script looks, seen from its own folder
+            data_dir.mkdir(parents=True)
+            write_digits(data_dir)
             import main as script
 
             script.Net.forward = seeded(script.Net.forward, SEEDS["mnist"])
             script.main()
         else:
-            write_text(cwd / "data")
+            write_text(cwd)
             import model
 
             model.RNNModel.forward = seeded(model.RNNModel.forward, SEEDS["word_language_model"])
