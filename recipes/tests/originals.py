@@ -41,10 +41,10 @@ def write_digits(folder: Path) -> None:
 
 
 def write_text(folder: Path) -> None:
-    """Lines of words, each of which is likely after some others: 4,090 words for training, 810 twice more. In these two
+    """Lines of words, each of which is likely after some others: 4,090 words for training, 840 twice more. In these two
     other words are likely, so the validation soon gets worse."""
     rng = random.Random(0)
-    for name, lines, factor in (("train", 409, 3), ("valid", 81, 7), ("test", 81, 7)):
+    for name, lines, factor in (("train", 409, 3), ("valid", 84, 7), ("test", 84, 7)):
         text = ""
         for _ in range(lines):
             word = rng.randrange(40)
