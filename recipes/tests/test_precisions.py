@@ -30,6 +30,7 @@ TRAINED = {
     "multitask": "",
     "pictures": "--logger_name csv tensorboard",
     "profiler": "--profile 2",
+    "reference": "--reference {teacher}",
     "regression": "",
     "reinforcement": "",
     "sam": "",
@@ -82,4 +83,4 @@ def test_killed_there_and_resumed_it_is_the_same_run(name: str, tmp_path: Path):
 
 def test_every_other_kind_of_training_is_here():
     methods = [path.stem for path in RECIPES.glob("methods/*.patch")]
-    assert len(methods) == 18 and set(methods) <= TRAINED.keys()
+    assert len(methods) == 19 and set(methods) <= TRAINED.keys()

@@ -124,6 +124,7 @@ NEEDS = {
     "crossvalidation": "--fold 1",
     "distillation": "--teacher {teacher}",
     "profiler": "--profile 1",
+    "reference": "--reference {teacher}",
     "sharded": "--strategy model_parallel --devices 1",
 }
 

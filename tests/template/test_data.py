@@ -423,7 +423,7 @@ def samples_of("""
 @needs_recipes
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.night), 2])
 def test_a_generator_of_its_own_is_exact_after_a_kill(num_workers: int, tmp_path: Path):
-    page = (REPO / "recipes" / "data.md").read_text()
+    page = (REPO / "docs" / "data.md").read_text()
     (method,) = re.findall(r"^```python\n(def __getitem__.*?)^```$", page, re.DOTALL | re.MULTILINE)
     code = WITH_GENERATOR.replace("METHOD", textwrap.indent(method, "    "))
     program = replace(tmp_path / "program", "build_datasets", code)

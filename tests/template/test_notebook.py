@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from edits import copy_programs, replace
-from helpers import REPO, call, clean_environment, newest, run, run_dir, wait_for, weights
+from helpers import REPO, call, clean_environment, newest, run, run_dir, section, wait_for, weights
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """
@@ -157,7 +157,7 @@ def blocks(language: str) -> list[str]:
 
 
 FIRST, BAD_OPTION, BAD_CODE, LONG, RESUME = blocks("python")
-*_, USE = re.findall(r"^```python\n(.*?)^```$", (REPO / "docs" / "editing.md").read_text(), re.DOTALL | re.MULTILINE)
+(USE,) = re.findall(r"^```python\n(.*?)^```$", section("docs/trained_model.md", "In Python"), re.DOTALL | re.MULTILINE)
 PDB, POST_MORTEM = (shlex.split(line, comments=True)[1:] for block in blocks("bash") for line in block.splitlines())
 
 

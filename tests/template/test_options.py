@@ -647,16 +647,6 @@ def test_help_shows_each_option_once_in_the_groups_of_the_config(script: str, cl
     assert sum(expected.values(), []) == [option.name for option in fields(cls)]  # the order of config.yaml
 
 
-@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
-def test_the_readme_has_the_options_in_the_groups_of_the_help(page: str):
-    (section,) = [text for text in (REPO / page).read_text().split("\n## ") if "train.py --help" in text]
-    lists = re.findall(r"^- \*\*(.+)\*\*[:：](.*\n(?:  .*\n)*)", section, re.MULTILINE)
-    groups = groups_of_help("train.py")
-    assert [re.findall(r"--(\w+)", names) for _, names in lists] == [*groups.values()]
-    if page == "README.md":
-        assert [title for title, _ in lists] == [*groups]
-
-
 @pytest.mark.parametrize("script", ["train.py", "test.py"])
 def test_help_is_as_wide_as_a_terminal(script: str):
     lines = run(f"{script} --help", REPO, COLUMNS="80").stdout.splitlines()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
 from helpers import (
     LONG,
@@ -22,7 +21,6 @@ from helpers import (
     edited,
     history,
     killed_and_resumed,
-    last_summary,
     on_one_and_two,
     run,
     run_dir,
@@ -30,20 +28,14 @@ from helpers import (
     with_recipe,
     with_tied_weights,
 )
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from config import TrainConfig
 from data import build_datasets
 
-of_training, of_evaluation = partial(diff, "docs/training.md"), partial(diff, "docs/evaluation.md")
+of_training = partial(diff, "docs/training.md")
 MEAN = of_training("More than means from compute_loss")
-REFERENCE = of_training("A frozen model that the loss needs")
 NO_DECAY = of_training("No weight decay of biases and norms")
 MUON = of_training("Muon beside AdamW")
 EXPONENTIAL = of_training("Another schedule of the learning rate")
@@ -51,8 +43,6 @@ LAZY = of_training("Layers without a number of inputs")
 SYNC = of_training("BatchNorm over all GPUs")
 CHECKPOINTING = of_training("Activation checkpointing")
 HUB = of_training("A model of torch.hub")
-VAL_SETS = of_evaluation("Several validation sets")
-HPARAMS = of_evaluation("The options in TensorBoard")
 HUGGING_FACE = diff("docs/trained_model.md", "A model of Hugging Face's hub")
 TWELVE = f"{LONG} --epochs 12"
 
@@ -115,72 +105,6 @@ def test_a_run_with_a_buffer_that_the_loop_changes_is_resumed_evaluated_and_the_
     assert results(with_mean, whole, "test")["accuracy"] > 0.8
     one, two = on_one_and_two(f"{with_mean}/{LONG} --max_steps 8", tmp_path)
     assert_same_training(two, one)
-
-
-# ---- a frozen model that the loss needs
-
-
-@pytest.fixture(scope="module")
-def with_reference(tmp_path_factory) -> Path:
-    program = edited(REFERENCE, tmp_path_factory.mktemp("program"))
-    return insert_after(program, "step is done", "assert not config.reference or not model.reference[0].training")
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Path:
-    """A finished run, with more dropout than the models that are compared with it. To be read, not changed."""
-    cwd = tmp_path_factory.mktemp("reference")
-    call(f"train.py {SMALL} --width 6 --dropout 0.9 --out_dir reference", cwd)
-    return run_dir(cwd, "reference")
-
-
-def test_a_frozen_model_is_asked_in_validations_and_by_test_py(with_reference, reference, tmp_path):
-    """It is in no checkpoint and not counted, and does not draw random numbers."""
-    call(f"{with_reference}/train.py {SMALL} --limit_val_batches 1.0 --reference {reference}", tmp_path)
-    last = history(tmp_path)[-1]
-    found = results(with_reference, tmp_path, "val")
-    assert found["distance"] == pytest.approx(float(last["val/distance"])) and found["distance"] > 1
-    assert found["loss"] == pytest.approx(float(last["val/loss"])) and found["loss"] > found["distance"]
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    call(f"train.py {SMALL}", plain)
-    assert last_summary(tmp_path)["parameters"] == last_summary(plain)["parameters"]
-    assert weights(tmp_path).keys() == weights(plain).keys()
-    checkpoint = torch.load(next(run_dir(tmp_path).glob("checkpoints/step-*.ckpt")))
-    assert checkpoint["model"].keys() == weights(plain).keys()
-
-
-def test_without_the_option_nothing_has_changed(with_reference, tmp_path):
-    whole, plain = tmp_path / "whole", tmp_path / "plain"
-    whole.mkdir(), plain.mkdir()
-    call(f"{with_reference}/train.py {SMALL}", whole)
-    call(f"train.py {SMALL}", plain)
-    assert_same_run(whole, plain)
-
-
-def test_a_run_with_a_frozen_model_is_resumed_and_the_same_on_two_processes(with_reference, reference, tmp_path):
-    killed_and_resumed(f"{with_reference}/{TWELVE} --reference {reference}", tmp_path)
-    one, two = on_one_and_two(f"{with_reference}/{LONG} --max_steps 8 --reference {reference}", tmp_path)
-    assert_same_training(two, one)
-
-
-@pytest.mark.parametrize(
-    "options", ["--precision bf16-mixed", "--precision bf16-true", pytest.param("--compile", marks=pytest.mark.night)]
-)
-def test_a_frozen_model_beside_one_in_another_precision_or_compiled(options: str, with_reference, reference, tmp_path):
-    call(f"{with_reference}/train.py --accelerator cpu --fast_run --reference {reference} {options}", tmp_path)
-
-
-def test_an_option_that_names_a_run_is_resolved_as_out_dir(with_reference, reference, tmp_path):
-    """By its path, by its name, and by that without the time; in root_dir."""
-    for name in (reference, reference.name, "reference"):
-        done = call(
-            f"{with_reference}/train.py {SMALL} --fast_run --root_dir {reference.parent} --reference {name}", tmp_path
-        )
-        assert (f"--reference reference: the run is {reference}" in done.stdout) == (name == "reference")
-    error = call(f"{with_reference}/train.py {SMALL} --reference other", tmp_path, code=2).stderr
-    assert error.startswith("train.py: error: --reference other: no such run") and error.count("\n") == 1
-    assert not [*tmp_path.iterdir()]
 
 
 # ---- no weight decay of biases and norms
@@ -298,79 +222,6 @@ def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path):
     replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\n            nn.BatchNorm2d(width),\n")
     run(f"{program}/train.py {SMALL} --epochs 1 {ON_2}", tmp_path)
     assert "on 380 test samples" in call(f"{program}/test.py --out_dir train_out --accelerator cpu", tmp_path).stdout
-
-
-# ---- several validation sets
-
-
-@pytest.fixture(scope="module")
-def with_two_sets(tmp_path_factory) -> Path:
-    return edited(VAL_SETS, tmp_path_factory.mktemp("program"))
-
-
-def test_a_second_validation_set_is_logged_monitored_and_evaluated(with_two_sets, tmp_path):
-    options = "--limit_val_batches 1.0 --monitor val/mirrored_accuracy --monitor_mode max"
-    done = call(f"{with_two_sets}/train.py {SMALL} --width 16 {options}", tmp_path)
-    rows = history(tmp_path)
-    best = max(float(row["val/mirrored_accuracy"]) for row in rows)
-    assert last_summary(tmp_path)["best"] == best and "val/mirrored_loss" in done.stdout
-    assert float(rows[-1]["val/accuracy"]) > float(rows[-1]["val/mirrored_accuracy"]) > 0
-    for split, prefix in (("val", "val/"), ("mirrored", "val/mirrored_")):
-        found = results(with_two_sets, tmp_path, split)
-        for name in ("loss", "accuracy"):
-            assert found[name] == pytest.approx(float(rows[-1][f"{prefix}{name}"]))
-
-
-def test_a_run_with_two_validation_sets_is_resumed_and_the_same_on_two_processes(with_two_sets, tmp_path):
-    whole, _ = killed_and_resumed(f"{with_two_sets}/{TWELVE}", tmp_path)
-    (tmp_path / "plain").mkdir()
-    call(TWELVE, tmp_path / "plain")
-    torch.testing.assert_close(weights(whole), weights(tmp_path / "plain"), atol=0, rtol=0)
-    one, two = on_one_and_two(f"{with_two_sets}/{LONG} --max_steps 8", tmp_path)
-    assert_same_training(two, one)
-
-
-# ---- the options in TensorBoard
-
-
-def hparams_tab(folder: Path) -> dict[str, tuple[dict, dict]]:
-    """What TensorBoard's own code finds for its HParams tab: by the name of a run its options and its metrics."""
-    multiplexer = EventMultiplexer()
-    multiplexer.AddRunsFromDirectory(str(folder))
-    multiplexer.Reload()
-    provider = MultiplexerDataProvider(multiplexer, str(folder))
-    statuses = api_pb2.Status.values()
-    request = api_pb2.ListSessionGroupsRequest(slice_size=10, allowed_statuses=statuses)
-    context = backend_context.Context(TBContext(data_provider=provider))
-    groups = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
-    found = {}
-    for group in groups:
-        options = {name: value.string_value or value.number_value for name, value in group.hparams.items()}
-        found[group.name] = options, {each.name.tag: each.value for each in group.metric_values}
-    return found
-
-
-def test_the_hparams_tab_has_each_run_once_with_its_options_and_last_values(tmp_path):
-    """Also after a resume, which leaves the options of the first start."""
-    program = edited(HPARAMS, tmp_path / "program")
-    for name, width in (("narrow", 2), ("wide", 5)):
-        call(f"{program}/train.py {SMALL} --width {width} --out_dir {name}", tmp_path)
-    call(f"{program}/train.py --resume wide --epochs 6", tmp_path)
-    found = hparams_tab(tmp_path)
-    assert {*found} == {run_dir(tmp_path, "narrow").name, run_dir(tmp_path, "wide").name}
-    for name, width in (("narrow", 2), ("wide", 5)):
-        folder = run_dir(tmp_path, name)
-        options, metrics = found[folder.name]
-        assert {*options} == {*yaml.safe_load((folder / "config.yaml").read_text())}
-        assert (options["width"], options["epochs"], options["deterministic"]) == (width, 5, "True")
-        summary = json.loads((folder / "summary.json").read_text())
-        assert metrics["vitals/best"] == pytest.approx(summary["best"])
-        for value in ("train/loss", "val/loss", "val/accuracy"):
-            assert metrics[value] == pytest.approx(summary["last"][value])
-
-
-def test_a_run_with_its_options_in_tensorboard_is_resumed_and_the_same_on_two_processes(tmp_path):
-    assert_resumed_and_the_same_on_two_processes(HPARAMS, tmp_path, "--logger_name csv tensorboard")
 
 
 # ---- lazy layers, activation checkpointing, torch.hub
