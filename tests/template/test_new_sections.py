@@ -181,7 +181,7 @@ def test_a_weighted_mean_over_the_samples_leaves_the_loop_as_it_is(tmp_path: Pat
 
 def test_a_metric_with_an_argument_is_a_share_of_all_samples(tmp_path: Path):
     program = edited(METRIC, tmp_path / "program")
-    call(f"{program}/train.py {SMALL} --limit_val_batches 1.0", tmp_path)
+    call(f"{program}/train.py --accelerator cpu --epochs 4 --logger_name csv", tmp_path)
     found = results(program, tmp_path, "--checkpoint last --split val --predictions")
     logits, targets = torch.load(next(run_dir(tmp_path).glob("predictions_*.pt")))
     expected = (logits.softmax(1)[torch.arange(len(targets)), targets] >= 0.9).float().mean().item()
@@ -215,3 +215,282 @@ def test_without_a_validation_set_a_project_passes_but_for_one_test(tmp_path: Pa
     for but, failed in (([], 1), (["-k", "not evaluated"], 0)):
         done = subprocess.run([*command, *but], cwd=program, capture_output=True, text=True)
         assert (f"{failed} failed" in done.stdout) == (failed > 0) and done.returncode == failed, done.stdout
+
+
+# ---- a picture
+
+
+def test_a_picture_of_each_validation_is_drawn_once_and_again_by_a_resume(tmp_path: Path):
+    (tmp_path / "program").mkdir()
+    program = edited(PICTURE, tmp_path / "program")
+    folders = killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
+    whole, killed = ({path.name: path.read_bytes() for path in run_dir(cwd).glob("*.png")} for cwd in folders)
+    assert whole == killed and [*sorted(whole)] == [f"features-{step:08d}.png" for step in range(8, 97, 8)]
+    with Image.open(run_dir(folders[0]) / "features-00000008.png") as picture:
+        assert picture.size == (8, 4 * 8)
+
+
+def with_norm(program: Path) -> Path:
+    return replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1),\nnn.BatchNorm2d(width),\n")
+
+
+def test_model_module_draws_on_the_first_process_of_two_and_model_waits_for_the_other(tmp_path: Path):
+    program = with_norm(edited(PICTURE, tmp_path / "program"))
+    draw = ("layers[:2](val_set[0][0][None].to(fabric.device))[0]", "(val_set[0][0][None].to(fabric.device))")
+    with_text(program, "train.py", draw)
+    call_and_wait = f"{program}/train.py {SMALL} --max_steps 8 --timeout 5 {ON_2}"
+    with_text(program, "train.py", ("model.module(val_set", "model.module.eval()(val_set"))
+    with_text(program, "train.py", (', "png")\n', ', "png")\n                model.module.train()\n'))
+    run(call_and_wait, tmp_path)
+    with_text(program, "train.py", ("model.module.eval()(val_set", "model.eval()(val_set"))
+    with_text(program, "train.py", ("features = model.eval()", "model.eval()\n                    features = model"))
+    with pytest.raises(AssertionError, match="exit code"):
+        run(call_and_wait, tmp_path)
+
+
+# ---- crops
+
+
+def test_training_samples_have_another_shape_than_those_of_the_validation(tmp_path: Path):
+    (tmp_path / "program").mkdir()
+    program = edited(CROPS, tmp_path / "program")
+    insert_before(program, "logits", "print('shape', model.training, *images.shape[2:])")
+    insert_before(program, "model", "print('built for', *image.shape[1:])")
+    killed_and_resumed(f"{program}/{LONG}", tmp_path)
+    (tmp_path / "new").mkdir()
+    printed = call(f"{program}/train.py {SMALL}", tmp_path / "new").stdout
+    shapes = [line for line in printed.splitlines() if line.startswith(("shape", "built"))]
+    assert shapes[:3] == ["built for 6 6", "shape False 8 8", "shape True 6 6"]
+    assert {*shapes} == {*shapes[:3]}
+    printed = call(f"{program}/test.py --accelerator cpu", tmp_path / "new").stdout
+    assert "built for 8 8\n" in printed and "shape False 8 8" in printed
+    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
+    assert_same_training(two, one)
+
+
+# ---- a rate that falls by the results
+
+
+def test_the_rate_is_halved_after_validations_without_a_better_value_and_a_resume_knows(tmp_path: Path):
+    """Of which the first alone is better by 10."""
+    (tmp_path / "program").mkdir()
+    program = edited(HALVINGS, tmp_path / "program")
+    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --early_stopping_min_delta 10", tmp_path)
+    rates = [float(row["lr"]) for row in history(whole)]
+    assert rates == pytest.approx(
+        [rates[0] / 2 ** ((epoch > 4) + (epoch > 7) + (epoch > 10)) for epoch in range(1, 13)]
+    )
+    one, two = on_one_and_two(f"{program}/{LONG} --epochs 6 --early_stopping_min_delta 10", tmp_path)
+    assert_same_training(two, one)
+    assert [row["lr"] for row in history(two)] == [row["lr"] for row in history(one)]
+
+
+# ---- save_pretrained
+
+SAVES = """
+def save_pretrained(self, folder):
+    folder.mkdir(exist_ok=True)
+    torch.save(self.state_dict(), folder / "weights.pt")
+
+
+"""
+
+
+def test_save_pretrained_writes_the_final_weights_also_where_no_step_is_left(tmp_path: Path):
+    program = edited(PRETRAINED, tmp_path / "program")
+    insert_before(program, "functions", SAVES)
+    insert_before(program, "functions", "Model.save_pretrained = save_pretrained\n\n\n")
+    call(f"{program}/train.py {SMALL} --epochs 2", tmp_path)
+    for command in (
+        "",
+        "train.py --resume auto",
+        f"train.py --resume auto {ON_2}",
+        "train.py --resume auto --epochs 3",
+    ):
+        if command:
+            execute(f"{program}/{command}", tmp_path)
+        found = torch.load(run_dir(tmp_path) / "pretrained" / "weights.pt")
+        torch.testing.assert_close(found, dict(weights(tmp_path)), atol=0, rtol=0)
+    call(f"{program}/train.py --accelerator cpu --fast_run", tmp_path)
+
+
+def test_a_run_that_was_stopped_saves_nothing_pretrained(tmp_path: Path):
+    (tmp_path / "program").mkdir()
+    program = edited(PRETRAINED, tmp_path / "program")  # its model has no save_pretrained
+    done = interrupt(f"{program}/{LONG} --epochs 3000", tmp_path, lambda process: process.send_signal(signal.SIGTERM))
+    assert done.returncode == 75, done.stderr
+
+
+def test_save_pretrained_of_the_hub(tmp_path: Path):
+    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("safetensors")
+    (hub,) = [diff for diff in diffs("docs/edits.md") if "PyTorchModelHubMixin" in diff]
+    program = make_as_shown(hub, edited(PRETRAINED, tmp_path / "program"))
+    run(f"{program}/train.py {SMALL} {ON_2}", tmp_path)
+    code = f"from model import Model; print(Model.from_pretrained({str(run_dir(tmp_path) / 'pretrained')!r}).training)"
+    subprocess.run([sys.executable, "-c", code], cwd=program, check=True)
+
+
+def test_save_pretrained_of_transformers(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    program = edited(PRETRAINED, tmp_path / "program")
+    bert = "BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=20, "
+    made = f"__import__('transformers').{bert}num_labels=10)"
+    replace(
+        program, "model", f"    return __import__('transformers').BertForSequenceClassification({made}).train()\n    ("
+    )
+    replace(program, "logits", "logits = model(input_ids=(images.flatten(1).clamp(0, 1) * 19).long()).logits")
+    run(f"{program}/train.py {SMALL} {ON_2}", tmp_path)
+    model = transformers.BertForSequenceClassification.from_pretrained(run_dir(tmp_path) / "pretrained")
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights(tmp_path)), atol=0, rtol=0)
+
+
+# ---- wandb
+
+
+def test_offline_folders_of_wandb_have_the_history_together(tmp_path: Path):
+    pytest.importorskip("wandb")
+    offline = {"HOME": str(tmp_path), "WANDB_MODE": "offline"}
+    process = interrupt_offline(tmp_path, offline)
+    assert process == -signal.SIGKILL
+    run("train.py --resume auto", tmp_path, **offline)
+    folder = run_dir(tmp_path)
+    found: list[dict] = []
+    paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"))
+    assert len(paths) == 2 and {path.stem for path in paths} == {f"run-{wandb_id(folder)}"}
+    for path in paths:
+        records = [values(each.history.item) for each in wandb_records(path) if each.HasField("history")]
+        found.append({row["_step"]: row for row in records})
+    first, second = found
+    expected = {int(row["step"]): row for row in rows(tmp_path)}
+    assert first.keys() & second.keys()  # the rows since the checkpoint
+    assert first.keys() | second.keys() == expected.keys()
+    for each in found:
+        for step, row in each.items():
+            assert row["train/loss"] == pytest.approx(expected[step]["train/loss"], rel=1e-12)
+    (command,) = re.findall(r"`wandb sync\nRUN/(logs/.+?)`", PAGE.read_text())
+    line = f"{Path(sys.executable).parent}/wandb sync --dry-run {folder}/{command}"
+    listed = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert all(path.parent.name in listed.stdout + listed.stderr for path in paths), listed
+
+
+def interrupt_offline(cwd: Path, offline: dict) -> int:
+    from helpers import newest, start, wait_for
+
+    process = start(f"{LONG} --log_interval 1 --logger_name csv wandb --epochs 12", cwd, **offline)
+    csv = "*/logs/csv/metrics.csv"
+
+    def is_between() -> bool:
+        lines = [path.read_text().count("\n") - 1 for path in cwd.glob(csv)]
+        return process.poll() is not None or bool(newest(cwd) > 16 and lines[0] % 4 in (2, 3))
+
+    wait_for(is_between)
+    time.sleep(0)
+    kill_group(process)
+    process.communicate()
+    return process.returncode
+
+
+# ---- a few samples
+
+
+def test_the_few_samples_have_the_rare_class_too(tmp_path: Path):
+    (plain,) = re.findall(r"^```python\n(import os\n.*?)^```$", (REPO / "docs/data.md").read_text(), re.M | re.S)
+    (turns,) = re.findall(r"^```python\n(    turn = .*?)^```$", PAGE.read_text(), re.M | re.S)
+    before, _, _ = plain.rpartition("    torch.save(")
+    (tmp_path / "mine").mkdir()
+    for part, dataset in build_datasets(TrainConfig(), augment=False).items():
+        images, targets = dataset.images, dataset.targets
+        last = (targets == 9).nonzero().flatten()
+        chosen = torch.cat([(targets != 9).nonzero().flatten(), last[:2]])  # two of the class 9, at the end
+        torch.save((images[chosen], targets[chosen]), tmp_path / "mine" / f"{part}.pt")
+    for code, has_rare in ((plain, False), (before + turns, True)):
+        subprocess.run([sys.executable, "-c", code.replace("/data/mine", f"{tmp_path}/mine")], cwd=tmp_path, check=True)
+        for part, count in (("train", 64), ("val", 80), ("test", 16)):
+            images, targets = torch.load(tmp_path / "tests" / "data" / f"{part}.pt")
+            assert len(images) == len(targets) == count and images.untyped_storage().nbytes() == images.nbytes
+            assert (9 in targets) == has_rare
+    assert torch.bincount(targets).tolist() == [2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
+
+
+# ---- torch.export
+
+
+class ByBatch(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def exported(function):
+    example = torch.rand(2, 3)
+    return torch.export.export(ByBatch(function), (example,), dynamic_shapes=[{0: torch.export.Dim("batch")}]).module()
+
+
+@pytest.mark.parametrize("function", [lambda x: x.view(x.shape[0], -1), lambda x: x + torch.arange(x.size(0))[:, None]])
+def test_a_size_stays_dynamic(function):
+    for size in (1, 2, 5):
+        x = torch.rand(size, 3)
+        torch.testing.assert_close(exported(function)(x), function(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(len(x), -1),
+        lambda x: x.view(int(x.shape[0]), -1),
+        lambda x: torch.stack([2 * row for row in x]),
+        lambda x: torch.cat([2 * part for part in x.split(2)]),
+    ],
+)
+def test_what_fixes_the_batch_is_an_error(function):
+    with pytest.raises(Exception, match=r"Constraints violated \(batch\)"):
+        exported(function)
+
+
+def test_a_branch_is_that_of_the_example():
+    program = exported(lambda x: 2 * x if x.shape[0] > 1 else x)
+    torch.testing.assert_close(program(torch.ones(1, 3)), 2 * torch.ones(1, 3))
+
+
+# ---- TensorBoard
+
+
+def test_histograms_have_each_validation_once(tmp_path: Path):
+    (tmp_path / "program").mkdir()
+    program = edited(HISTOGRAM, tmp_path / "program")
+    _, killed = killed_and_resumed(f"{program}/{LONG} --logger_name csv tensorboard", tmp_path)
+    board = read_tensorboard(run_dir(killed))
+    assert [event.step for event in board.Histograms("weights/first")] == [row["step"] for row in rows(killed)]
+    assert [event.step for event in board.Scalars("train/loss")] == [row["step"] for row in rows(killed)]
+    (tmp_path / "two").mkdir()
+    run(f"{program}/train.py {SMALL} {ON_2}", tmp_path / "two")
+    assert len(read_tensorboard(run_dir(tmp_path / "two")).Histograms("weights/first")) == 5
+
+
+def test_an_open_tensorboard_shows_the_newer_of_two_files_and_a_folder_beside_it(tmp_path: Path):
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+
+    first = SummaryWriter(tmp_path)
+    time.sleep(1.1)  # the second is in the name
+    second, beside = SummaryWriter(tmp_path), SummaryWriter(tmp_path / "mine", purge_step=0)
+    board = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    for step in range(4):
+        for writer in (first, second, beside):
+            writer.add_scalar("first" if writer is first else "other", step, step)
+            writer.flush()
+        board.AddRunsFromDirectory(str(tmp_path)).Reload()
+
+    def steps(found, run: str, tag: str) -> list[int]:
+        return [event.step for event in found.GetAccumulator(run).Scalars(tag)]
+
+    assert steps(board, ".", "first") == [0]
+    assert steps(board, ".", "other") == steps(board, "mine", "other") == [0, 1, 2, 3]
+    anew = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    anew.Reload()
+    assert steps(anew, ".", "first") == steps(anew, ".", "other") == [0, 1, 2, 3]
+    for writer in (first, second, beside):
+        writer.close()
