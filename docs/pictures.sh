@@ -13,10 +13,7 @@ browser=$(command -v chromium || command -v chromium-browser || command -v googl
 python -c "import matplotlib"
 
 python "$repo/train.py"
-python "$repo/test.py" --out_dir train_out --predictions
-python "$repo/tools/confusion.py"
 python "$repo/tools/runs.py" . --plot "$pictures/curves.png"
-cp ./*-train_out/confusion_matrix_test_best.png "$pictures/confusion_matrix.png"
 
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 address=http://127.0.0.1:$port

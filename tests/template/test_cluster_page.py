@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from edits import apply, insert_after
-from helpers import REPO, SLOW, clean_environment, diff, diffs, free_port, wait_for
+from helpers import REPO, SLOW, clean_environment, diff, free_port, section, wait_for
 
-APPTAINER, PYXIS = diffs("docs/cluster.md", "In a container")
+APPTAINER = diff("docs/cluster.md", "In a container")
+(CONTAINER,) = re.findall(r"^```\n( +--container-.*\n)```$", section("docs/cluster.md", "In a container"), re.MULTILINE)
+PYXIS = re.sub(r"\+ +apptainer .*\n", lambda line: f"+{CONTAINER}", APPTAINER)
 STAGING = diff("docs/cluster.md", "Data on the node's own disk")
 # srun runs the command behind its own options, once for all nodes; the containers and python say how they are called.
 STAND_INS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from edits import insert_after, replace, with_text
-from helpers import LONG, ON_2, REPO, SMALL, call, diff, edited, history, killed_and_resumed, run, weights
+from helpers import LONG, ON_2, REPO, SMALL, call, diff, edited, history, killed_and_resumed, run, section, weights
 
 from config import TrainConfig
 from data import build_datasets
@@ -66,6 +66,28 @@ def test_without_the_edit_it_is_not(tmp_path):
     assert losses(program, "--micro_batch_size 16", tmp_path / "4 x 16") != pytest.approx(whole, rel=1e-4)
 
 
+def few_samples() -> str:
+    """The code of the page."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section("docs/data.md", "A few samples for CI"), re.M | re.S)
+    return code
+
+
+def test_the_few_samples_have_the_rare_class_too(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    for part, dataset in build_datasets(TrainConfig(), augment=False).items():
+        images, targets = dataset.images, dataset.targets
+        last = (targets == 9).nonzero().flatten()
+        chosen = torch.cat([(targets != 9).nonzero().flatten(), last[:2]])  # two of the class 9, at the end
+        torch.save((images[chosen], targets[chosen]), tmp_path / "mine" / f"{part}.pt")
+    code = few_samples().replace("/data/mine", f"{tmp_path}/mine")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    for part, count in (("train", 64), ("val", 80), ("test", 16)):
+        images, targets = torch.load(tmp_path / "tests" / "data" / f"{part}.pt")
+        assert len(images) == len(targets) == count and images.untyped_storage().nbytes() == images.nbytes
+        assert 9 in targets
+    assert {*torch.bincount(targets).tolist()} == {1, 2}  # of the 16 of the test set
+
+
 def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
     """With the dataset of docs/editing.md as the default, whose folder is not there any more."""
     program = edited(diff("docs/editing.md", "Data"), tmp_path / "program")
@@ -73,7 +95,7 @@ def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
     (tmp_path / "mine").mkdir()
     for part, dataset in build_datasets(TrainConfig(), augment=False).items():
         torch.save((dataset.images, dataset.targets), tmp_path / "mine" / f"{part}.pt")
-    (code,) = re.findall(r"^```python\n(import os\n.*?)^```$", (REPO / "docs/data.md").read_text(), re.M | re.S)
+    code = few_samples()
     subprocess.run([sys.executable, "-c", code.replace("/data/mine", f"{tmp_path}/mine")], cwd=program, check=True)
     shutil.rmtree(tmp_path / "mine")
     assert {path.name for path in (program / "tests" / "data").iterdir()} == {"train.pt", "val.pt", "test.pt"}

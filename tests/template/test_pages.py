@@ -24,6 +24,7 @@ from helpers import (
     on_one_and_two,
     run,
     run_dir,
+    section,
     weights,
     with_recipe,
     with_tied_weights,
@@ -38,11 +39,9 @@ of_training = partial(diff, "docs/training.md")
 MEAN = of_training("More than means from compute_loss")
 NO_DECAY = of_training("No weight decay of biases and norms")
 MUON = of_training("Muon beside AdamW")
-EXPONENTIAL = of_training("Another schedule of the learning rate")
 LAZY = of_training("Layers without a number of inputs")
 SYNC = of_training("BatchNorm over all GPUs")
 CHECKPOINTING = of_training("Activation checkpointing")
-HUB = of_training("A model of torch.hub")
 HUGGING_FACE = diff("docs/trained_model.md", "A model of Hugging Face's hub")
 TWELVE = f"{LONG} --epochs 12"
 
@@ -205,16 +204,7 @@ def test_muon_in_mixed_precision_and_compiled(options: str, with_muon, tmp_path)
     call(f"{with_muon}/{FEW} --fast_run {options}", tmp_path)
 
 
-# ---- another schedule, BatchNorm over all GPUs
-
-
-def test_the_exponential_schedule_falls_by_its_factor_in_each_epoch(tmp_path):
-    program = edited(EXPONENTIAL, tmp_path / "program")
-    call(
-        f"{program}/train.py {SMALL} --warmup_epochs 1 --log_interval 1 --lr_schedule exponential --gamma 0.5", tmp_path
-    )
-    rates = [float(row["lr"]) for row in history(tmp_path)]
-    assert rates[4:] == pytest.approx([4e-3 * 0.5 ** ((step - 5) / 4) for step in range(5, 21)])
+# ---- BatchNorm over all GPUs
 
 
 def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path):
@@ -269,7 +259,9 @@ def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
     repository.mkdir()
     (repository / "hubconf.py").write_text(HUBCONF)
     (repository / "utils.py").write_text("def pixels():\n    return 64\n")
-    program = edited(HUB.replace('"REPOSITORY"', repr(str(repository))), tmp_path / "program")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section("docs/training.md", "A model of torch.hub"), re.M | re.S)
+    code = f"    import sys\n{code.replace('REPOSITORY', str(repository))}"
+    program = replace(tmp_path / "program", "model", f"{code}    return Model(")
     whole, _ = killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
     assert results(program, whole, "test")["accuracy"] > 0.8
     one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)

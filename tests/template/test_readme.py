@@ -235,16 +235,20 @@ def test_no_line_is_longer_than_120_columns(page: str):
     assert [line for line in TEXT[page].splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
+def prose_of(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def anchors(page: Path) -> set[str]:
     """The headings of a page, as a link names them."""
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page: str):
-    targets = [target for target in re.findall(r"\]\((.+?)\)", (REPO / page).read_text()) if "://" not in target]
+    targets = [target for target in re.findall(r"\]\((.+?)\)", prose_of(REPO / page)) if "://" not in target]
     for target in targets:
         file, _, heading = target.partition("#")
         path = ((REPO / page).parent / file).resolve() if file else REPO / page

@@ -83,11 +83,3 @@ def test_two_processes_without_the_wrappers_train_as_with_them(tmp_path: Path):
 )
 def test_a_resume_after_an_edit_is_exact(diff: str, tmp_path: Path):
     killed_and_resumed(f"{edited(diff, tmp_path)}/{LONG}", tmp_path)
-
-
-def test_the_loaders_of_fabric_are_an_edit(tmp_path: Path):
-    (diff,) = diffs("docs/fabric.md")
-    for options, cwd in ((f"{SMALL} --limit_val_batches 1.0", tmp_path / "one"), (f"{SMALL} {ON_2}", tmp_path / "two")):
-        cwd.mkdir()
-        run(f"{edited(diff, cwd / 'program')}/train.py {options}", cwd)
-        assert [int(row["step"]) for row in history(cwd)] == [4, 8, 12, 16, 20]
