@@ -571,7 +571,7 @@ def test_no_scheduler_of_torch_is_overridden(whole: Run):
     if names:
         fail(
             f"The loop sets other learning rates than {', '.join(sorted(names))}, which is without effect: "
-            "recipes/README.md shows how to use a scheduler of torch."
+            "docs/training.md shows how to use a scheduler of torch."
         )
 
 
