@@ -39,6 +39,7 @@ from helpers import (
 PAGES = sorted(str(path.relative_to(REPO)) for path in [*REPO.glob("*.md"), *REPO.glob("[!.]*/*.md")])
 TEXT = {page: (REPO / page).read_text() for page in PAGES}
 README = TEXT["README.md"]
+RECIPES_BEGIN = TEXT.get("recipes/README.md", "").partition("| recipe |")[0]
 DIFFS = diffs("docs/editing.md")
 # What an edit needs, by a word in it.
 OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
@@ -137,13 +138,14 @@ def checkout(tmp_path_factory) -> Path:
     return Path(shutil.copytree(REPO, tmp_path_factory.mktemp("readme") / "checkout", ignore=skipped))
 
 
+COMMANDS = [*commands(README), *commands(RECIPES_BEGIN)]
 # torchrun starts three interpreters. SHORT makes the others the same as `python -m pytest`.
 AT_NIGHT = re.compile(r"torchrun|\.venv/bin/pytest|python -m pytest tests")
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(each, marks=pytest.mark.night if AT_NIGHT.match(each) else ()) for each in commands(README)],
+    [pytest.param(each, marks=pytest.mark.night if AT_NIGHT.match(each) else ()) for each in COMMANDS],
 )
 def test_command(command: str, checkout: Path):
     """Each one needs those before it. What installs from the network, .ci/run runs."""
