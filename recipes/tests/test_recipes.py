@@ -177,7 +177,8 @@ def test_recipes_that_change_neighbouring_lines_train_together(kind: str, featur
         pytest.importorskip("transformers")
     program = apply(patch_of(feature).read_text(), with_recipe(kind, tmp_path / "program"))
     options = f"{NEEDS.get(kind, '')} {NEEDS.get(feature, '')}".format(teacher=teacher)
-    steps = "--max_steps 3 --warmup_epochs 0 --val_interval 1 --log_interval 1 --checkpoint_interval 1 --limit_val_batches 1"
+    steps = "--max_steps 3 --warmup_epochs 0 --val_interval 1 --log_interval 1 --checkpoint_interval 1"
+    options += " --limit_val_batches 1"
     how = run if "sharded" in (kind, feature) else call  # its launcher would change the threads of this process
     how(f"{program}/train.py --accelerator cpu {steps} {options}", tmp_path)
     call(f"{program}/test.py --accelerator cpu --checkpoint last", tmp_path)
