@@ -180,7 +180,8 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
                 values[:] = [values[place] for place in places]
     # One with a state_dict of its own may have no groups in it.
     for group, old in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
-        group.setdefault("initial_lr", group["lr"])
+        if "initial_lr" in old:  # `set_lr` has set it, or a scheduler
+            group.setdefault("initial_lr", group["lr"])
         for name in group.keys() - {"params"}:
             if name in AS_BUILT or name not in old:  # the latter is new in the code
                 old[name] = group[name]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from edits import apply
-from helpers import LONG, diffs, edited, history, killed_and_resumed, run_dir
+from helpers import LONG, checkpoint, diffs, edited, history, killed_and_resumed, newest, run_dir
 
 SCHEDULER, PLATEAU = diffs("docs/training.md", "A scheduler of torch")
 EPOCHS = 12
@@ -70,3 +70,5 @@ def test_a_rate_that_depends_on_the_results_is_resumed_exactly(tmp_path: Path):
     assert rates(whole) == expected
     resumed = int(re.search(r"resumed from .*step-(\d+)", (run_dir(killed) / "train.log").read_text())[1])
     assert expected[0] > expected[resumed - 1] > expected[-1]
+    ours, theirs = (checkpoint(cwd, f"step-{newest(cwd):08}")["optimizer"]["param_groups"] for cwd in (killed, whole))
+    assert ours == theirs
