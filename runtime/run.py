@@ -401,6 +401,8 @@ def rehearse(fabric: Fabric, start: Callable, config: Any, resources: ExitStack)
     )
     run_dir = None
     for steps in (half, config.fast_run):
+        if run_dir:
+            say(f"--fast_run: resumes after step {half}")
         with ExitStack() as of_half:
             start(replace(config, fast_run=steps, resume=run_dir), of_half)
         gc.collect()  # its model
