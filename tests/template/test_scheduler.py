@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from edits import apply
 from helpers import LONG, checkpoint, diffs, edited, history, killed_and_resumed, newest, run_dir
 
 SCHEDULER, PLATEAU = diffs("docs/training.md", "A scheduler of torch")
@@ -59,7 +58,7 @@ def test_a_scheduler_is_resumed_exactly(expression: str, tmp_path: Path):
 
 def test_a_rate_that_depends_on_the_results_is_resumed_exactly(tmp_path: Path):
     """It is reduced before the kill and after it."""
-    program = apply(PLATEAU, edited(SCHEDULER, tmp_path / "program"))
+    program = edited(PLATEAU, tmp_path / "program")
     whole, killed = killed_and_resumed(f"{program}/{OPTIONS} --val_interval 3 --base_lr {LOW_LR}", tmp_path)
     optimizer, scheduler = of_torch(re.search(r"\+ +scheduler = (.*)", PLATEAU)[1], LOW_LR)
     expected = []
