@@ -41,7 +41,7 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
     return Model(image.shape, dataset.num_classes, config.width, config.dropout)
 
 
-def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], int, tuple]:
+def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str, Tensor], float, tuple]:
     """Forward pass and loss of training, validation and test.py. `model.training` is True only in training. The global
     generators of torch, NumPy and Python are seeded before each call. What only a training step has, such as a weight
     that grows with the step or a teacher, is a further argument, whose default is what a validation uses:
@@ -55,7 +55,7 @@ def compute_loss(model: nn.Module, batch, config: TrainConfig) -> tuple[dict[str
 
     Returns:
         values: The means over the batch by name, of the same names on all ranks. All are logged, `loss` is minimized.
-        count: The number of samples in the batch: the weight of the means. docs/data.md has means over tokens.
+        count: The number of samples, or the sum of their weights: the weight of the means. docs/data.md: over tokens.
         outputs: The arguments of `metrics.update`.
     """
     images, targets = batch

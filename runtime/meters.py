@@ -48,7 +48,7 @@ class Means:
         self.sums: dict = {}
         self.weights: dict = {}
 
-    def add(self, values: dict, weight: int = 1):
+    def add(self, values: dict, weight: float = 1):
         """Adds scalars, each the mean of `weight` samples. For batches of the same size, 1 is enough. Raises RunError
         for other values."""
         for name, value in as_scalars(values).items():
