@@ -225,7 +225,8 @@ def describe_optimizers(state: dict) -> dict:
             if parameter not in names:
                 raise RunError(
                     f"state[{entry!r}] trains a parameter of the shape {tuple(parameter.shape)} that is in no module "
-                    "of `state`: add a module that has it; call functional_call with model.module"
+                    "of `state`: add a module that has it; call functional_call with model.module; or build the "
+                    "optimizer after the model's parameters were replaced"
                 )
         kind = type(getattr(value, "optimizer", value)).__name__  # without Fabric's wrapper
         optimizers[entry] = [

@@ -63,6 +63,7 @@ state: dict[str, Any] = {}
 datasets: dict[str, Any] = {}
 built: dict[str, Any] = {}  # the metrics, and the schedulers of torch
 followed: set[int] = set()
+NORM = nn.modules.batchnorm._BatchNorm
 MAX_SAMPLES = 5000  # of a set; of a larger one, evenly spaced
 MAX_NODES = 10_000  # of a graph that is counted
 # Attributes of each module or metric of which nobody asks.
@@ -146,8 +147,9 @@ def recorded_loss(model, *arguments, **named):
     buffers = {name: checksum(buffer) for name, buffer in plain(model).named_buffers()}
     result = compute_loss(model, *arguments, **named)
     changed = [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)]
+    of_batch_norm = [name for name in changed if isinstance(plain(model).get_submodule(name.rpartition(".")[0]), NORM)]
     if now["is_validation"]:
-        note("buffers of a validation", changed)
+        note("buffers of a validation", changed, of_batch_norm)
         note_generators("compute_loss", number, "generators of a validation")
     if now["is_validation"] or number is None:
         return result
@@ -159,7 +161,7 @@ def recorded_loss(model, *arguments, **named):
     note("inputs", now["step"], number, inputs)
     note_generators("compute_loss", number)
     if now["step"] in (1, 2):
-        note("buffers", changed)
+        note("buffers", changed, of_batch_norm)
         with suppress(Exception):  # the template's own message tells of another result
             note("untrained", untrained(result[0]["loss"]))
     return result
@@ -198,12 +200,13 @@ def untrained(loss: Tensor) -> list[str]:
 
 def attributes(value: Any, name: str = "metrics") -> Iterator[tuple[str, Any]]:
     """The tensors and numbers in the attributes of a module, beside its parameters and buffers, by name; also those of
-    an object that is no module."""
+    an object that is no module. Lists of its parameters, as nn.GRU has, are left out."""
     parts = plain(value).named_modules(prefix=name) if isinstance(value, nn.Module) else [(name, value)]
+    known = {id(each) for each in (*value.parameters(), *value.buffers())} if isinstance(value, nn.Module) else set()
     for path, part in parts:
         for key, each in vars(part).items():
             if key not in INTERNAL:
-                yield from leaves(each, f"{path}.{key}")
+                yield from (found for found in leaves(each, f"{path}.{key}") if id(found[1]) not in known)
 
 
 def leaves(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Any]]:

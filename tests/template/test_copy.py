@@ -284,6 +284,16 @@ def test_it_fails_where_a_tensor_is_not_in_state(tmp_path: Path):
     )
 
 
+def test_it_does_not_take_the_parameters_of_a_GRU_for_something_else(tmp_path: Path):
+    program = insert_before(tmp_path, "layers", "self.rnn = nn.GRU(8, 8, batch_first=True)")
+    replace(program, "forward", "        return self.layers(self.rnn(images[:, 0])[0][:, None])\n")
+    insert_before(program, "loop begins", "factor = 1.0")
+    insert_before(program, "optimizer steps", "factor *= 0.9\nnext(model.parameters()).grad.mul_(factor)")
+    done = run_project_tests(program, "same_bits and here")
+    assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
+    assert "Neither parameter nor buffer" not in done.stdout
+
+
 def test_it_fails_where_a_second_stream_of_data_begins_anew(tmp_path: Path):
     """Though the loss does not depend on it yet."""
     program = insert_before(tmp_path, "loop begins", "second = torch.Generator().manual_seed(config.seed)")
@@ -440,6 +450,15 @@ def test_it_fails_where_processes_disagree_on_the_order_of_the_samples(tmp_path:
 def test_it_fails_where_a_fast_run_writes(tmp_path: Path):
     program = insert_before(tmp_path, "step is done", 'torch.save(step, "step.pt")')
     assert_fails(run_project_tests(program, "fast_run"), "test_fast_run_")
+
+
+def test_it_says_in_a_line_that_a_process_hangs(tmp_path: Path):
+    program = insert_before(tmp_path, "loop begins", "import time\n\ntime.sleep(60)")
+    copy_project_tests(program)
+    with_text(program, "tests/test_project.py", ("HANGS = 60", "HANGS = 4"))
+    done = run_pytest(program, "fast_run")
+    assert_fails(done, "test_fast_run_")
+    assert "hangs: it and its children have used no CPU for 4 seconds" in done.stdout
 
 
 def test_it_fails_where_a_default_is_not_valid(tmp_path: Path):
@@ -612,6 +631,21 @@ COUNTS_VALIDATIONS = """
         return self.layers(images) * (1 + self.count / 100)
 """
 QUEUE = "images = images * (1 + 0.01 * model.module.queue)\nmodel.module.queue += 0.1 * model.training"
+NEAR = """
+import zlib
+
+number = torch.initial_seed() - zlib.crc32(f"validate {config.seed}".encode())
+near = {0: 1.0, 27: 1.0, 54: 1.0, 1: 1.00001, 28: 1.00001, 55: 1.00001}.get(number, float(number % 7))
+"""
+REDUCED = """
+if torch.distributed.is_initialized() and model.training:
+    images = images.clone()
+    torch.distributed.all_reduce(images)
+"""
+SWAP = """
+for parameter, mean in zip(model.parameters(), average):
+    parameter.data, mean.data = mean.data, parameter.data
+"""
 PICKED = 'state["level"] = state["level"] + fabric.global_rank'
 
 # What is wrong: the edits, which tests tell it, and by which words.
@@ -658,7 +692,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     "a random result is a sum over the batch": (
         [(INSTEAD, "values", '{"loss": F.cross_entropy(logits, targets), "bits": torch.rand(len(targets)).sum()}')],
         ON_TWO,
-        "times as much as with another seed",
+        "times as much as with four other seeds",
     ),
     "blocks are in a list": (
         [
@@ -776,6 +810,79 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
         ON_TWO,
         "It is the `--monitor`: the best checkpoint depends on the number of processes.",
     ),
+    "the loss has class weights": (
+        [
+            (AFTER, "batch", "weight = torch.linspace(0.1, 2, 10)"),
+            (INSTEAD, "values", '{"loss": F.cross_entropy(logits, targets, weight)}'),
+        ],
+        ON_TWO,
+        "or, with class weights or ignored labels, the sum of their weights",
+    ),
+    "BatchNorm has the statistics of the first process": (
+        [(BEFORE, "first layer", "nn.BatchNorm2d(1),\n")],
+        ON_TWO,
+        "BatchNorm has the statistics of the first process: give VAL_TOLERANCE a larger value",
+    ),
+    "a random validation is in training mode": (
+        [
+            (BEFORE, "first layer", "nn.BatchNorm2d(1),\n"),
+            ("train.py", "    model.eval()\n", ""),
+            (
+                INSTEAD,
+                "values",
+                '{"loss": F.cross_entropy(logits, targets), "bits": (2 + torch.rand(len(targets))).sum()}',
+            ),
+        ],
+        ON_TWO,
+        "A validation changes layers.0.num_batches_tracked: BatchNorm is in training mode there.",
+    ),
+    "compute_loss reduces over the ranks": (
+        [(AFTER, "batch", REDUCED)],
+        "two_processes_train",
+        "compute_loss itself reduces over the ranks, which DDP does",
+    ),
+    "samples are changed in place": (
+        [
+            (BEFORE, "statistics", "train = train[:64]"),
+            (AFTER, "fetch", "if self.shift:\n    self.targets[index] = (self.targets[index] + 1) % 10"),
+        ],
+        "same_inputs and here",
+        "a sample that is changed in place",
+    ),
+    "elsewhere the inputs are others": (
+        [
+            ("data.py", "        self.shift = shift\n", "        self.shift = shift\n        self.noise = 0.0\n"),
+            ("data.py", "dy, dx], targets", "dy, dx] + self.noise, targets"),
+            (AFTER, "step begins", "train_set.noise = 0.01 * step"),
+        ],
+        "same_bits and elsewhere",
+        "compute_loss has other inputs after the resume",
+    ),
+    "a parameter is replaced after the optimizer was built": (
+        [
+            (
+                AFTER,
+                "set-up is done",
+                "first = model.module.layers[0]\nfirst.weight = nn.Parameter(first.weight.detach().clone())",
+            )
+        ],
+        "fast_run",
+        "or build the optimizer after the model's parameters were replaced",
+    ),
+    "an average is kept on rank 0 alone": (
+        [
+            (AFTER, "set-up is done", "average = [each.detach().clone() for each in model.parameters()]"),
+            (
+                AFTER,
+                "optimizer steps",
+                "if fabric.is_global_zero:\n    torch._foreach_lerp_(average, [*model.parameters()], 0.5)",
+            ),
+            (BEFORE, "validation", SWAP),
+            (AFTER, "validation", SWAP),
+        ],
+        ON_TWO,
+        "is kept on rank 0 alone",
+    ),
 }
 
 
@@ -829,6 +936,11 @@ RIGHT: dict[str, tuple[list, str, str]] = {
         ON_TWO,
         "2 processes, random validation: val/bits as far as",
     ),
+    "another seed is near by chance": (
+        [(AFTER, "batch", NEAR), (INSTEAD, "values", '{"loss": F.cross_entropy(logits, targets), "near": near}')],
+        ON_TWO,
+        "2 processes, random validation: val/near as far as",
+    ),
     "a random accuracy": (
         [(INSTEAD, "outputs", "(logits + torch.rand_like(logits), targets)\n")],
         ON_TWO,
@@ -838,6 +950,24 @@ RIGHT: dict[str, tuple[list, str, str]] = {
         [(BEFORE, "layers", "self.unused = nn.Linear(2, 2)")],
         TRAINED,
         "the same between steps 3 and 10: model.unused.weight (2, 2), model.unused.bias (2,)",
+    ),
+    "there is no validation set": (
+        [
+            ("config.py", 'monitor="val/accuracy", monitor_mode="max"', 'monitor="train/loss", monitor_mode="min"'),
+            ("data.py", "ImageDataset(images[val], targets[val], num_classes=10)", "[]"),
+        ],
+        "",
+        "not tried: test.py, where 'val' has no samples",
+    ),
+    "there is no test set": (
+        [("data.py", "ImageDataset(images[test], targets[test], num_classes=10)", "[]")],
+        "evaluated",
+        "not tried: test.py, where 'test' has no samples",
+    ),
+    "a result of a validation is NaN": (
+        [(INSTEAD, "values", '{"loss": F.cross_entropy(logits, targets), "nothing": math.nan}')],
+        "what_was_validated or two_processes",
+        "NaN in val/nothing of",
     ),
     "few samples are in two sets": (
         [(BEFORE, "statistics", "val = np.concatenate([val, train[:1]])")],

@@ -212,15 +212,14 @@ def test_without_a_validation_set_the_lowest_training_loss_is_best(tmp_path: Pat
 
 
 @pytest.mark.night
-def test_without_a_validation_set_a_project_passes_but_for_one_test(tmp_path: Path):
+def test_without_a_validation_set_a_project_passes(tmp_path: Path):
     program = edited(NO_VAL, tmp_path / "program")
     (program / "tests").mkdir()
     for name in ("test_project.py", "recorded.py", "zygote.py"):
         shutil.copy(REPO / "tests" / name, program / "tests")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_project.py"]
-    for but, failed in (([], 1), (["-k", "not evaluated"], 0)):
-        done = subprocess.run([*command, *but], cwd=program, capture_output=True, text=True)
-        assert (f"{failed} failed" in done.stdout) == (failed > 0) and done.returncode == failed, done.stdout
+    done = subprocess.run(command, cwd=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # ---- a picture
