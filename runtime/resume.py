@@ -169,11 +169,7 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
     built[:] = [built[number] for number in order]
     optimizer.param_groups[:] = [optimizer.param_groups[number] for number in order]
     for group, now, old in zip(optimizer.param_groups, built, then, strict=True):
-        for name, value in old.items():  # the class is the first
-            if name != "parameters" and name in now and now[name] != value:
-                can_fork = name != "class" and (ROOT / "tools" / "fork.py").exists()
-                hint = "; tools/fork.py begins a new run with it" if can_fork else ""
-                raise ValueError(f"an optimizer has {name} {now[name]}, but {value} in the checkpoint{hint}")
+        compare_settings(now, old)
         places = [now["parameters"].index(name) for name in old["parameters"]]
         for values in (now["parameters"], group["params"], group.get("param_names")):
             if values:
@@ -186,6 +182,17 @@ def restore_optimizer(optimizer: Any, saved: dict, built: list, then: list):
             if name in AS_BUILT or name not in old:  # the latter is new in the code
                 old[name] = group[name]
     optimizer.load_state_dict(saved)
+
+
+def compare_settings(built: dict, then: dict):
+    """Raises ValueError if a group of an optimizer was built with other settings than in the process that has saved the
+    checkpoint, the class first."""
+    for name, value in then.items():
+        if name == "parameters" or built.get(name, value) == value:
+            continue
+        can_fork = name != "class" and (ROOT / "tools" / "fork.py").exists()
+        hint = "; tools/fork.py begins a new run with it" if can_fork else ""
+        raise ValueError(f"an optimizer has {name} {built[name]}, but {value} in the checkpoint{hint}")
 
 
 def compare_scheduler(name: str, built: dict, then: dict):
