@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,10 +46,11 @@ from runtime.errors import ConfigError  # noqa: E402
 from runtime.options import values_of  # noqa: E402
 
 # The options of a run of 10 steps, in epochs of 4. A step has two micro-batches. Every step is logged; 5 and 10 are
-# validated; 3, 6, 9 and 10 are saved. It is killed in step 9, and resumed after step 6, in the middle of
-# an epoch. Add what your project needs, such as a data_dir, or a size for a large model. A relative data_dir begins at
-# the repository. Where the data are elsewhere, as for CI, commit a few samples of each set, and add their folder, such
-# as "data_dir": "tests/data". A run takes 64 samples for training and 80 for validation; fewer of the latter do.
+# validated; 7 and 10 are saved. It is killed in step 10, and resumed after step 7, in the middle of an epoch, so that
+# what comes every 2, 3, 5 or 6 steps is out of phase. Add what your project needs, such as a data_dir, or a size for a
+# large model. A relative data_dir begins at the repository. Where the data are elsewhere, as for CI, commit a few
+# samples of each set, and add their folder, such as "data_dir": "tests/data". A run takes 64 samples for training and
+# 80 for validation; fewer of the latter do.
 SMALL = {
     "root_dir": ".",
     "out_dir": "run",
@@ -66,7 +68,8 @@ SMALL = {
     "limit_val_batches": "5",  # 80 samples: parts of 27, 27 and 26 on one process, ten of 8 on two
     "log_interval": "1",
     "val_interval": "5",
-    "checkpoint_interval": "3",
+    "checkpoint_interval": "7",
+    "max_grad_norm": "0.1",  # so that it clips
     "num_checkpoint_keep": "0",
     "logger_name": "csv",
 }
@@ -89,8 +92,8 @@ BY_BATCH: set[str] = set()  # such as {"val/loss"}
 SHARED_SAMPLES = 0.01  # the share of the samples of a set that may be in another set, too
 WORKERS = "2"  # data workers of one of the resumes; 0 where a dataset cannot have any
 HANGS = 60  # seconds without work, after which a process is taken to hang
-KILL = "step-00000009.ckpt"  # is not written any more
-KILLED = "killed in step 9 of 10, resumed after step 6"
+KILL = "step-00000010.ckpt"  # is not written any more
+KILLED = "killed in step 10 of 10, resumed after step 7"
 
 SHOWN: dict[str, list[str]] = {}  # what the last lines say
 
@@ -392,7 +395,7 @@ def whole(place, tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def killed(place, tmp_path_factory) -> Run:
-    """The same run, killed in step 9."""
+    """The same run, killed in step 10."""
     return Run.train(tmp_path_factory.mktemp("killed"), small(**place), kill=KILL)
 
 
@@ -456,8 +459,6 @@ def test_each_validation_has_the_same_samples_and_new_metrics(whole: Run):
                 f"Batch {number} of validation {validation} has other values than in the validation before: something "
                 "changes the memory of the data in place, as `images.mul_(2)` does, or the loader draws others."
             )
-    if ["train"] in facts(whole.record, "validated set"):
-        fail('A validation reads datasets["train"]: does its loader have datasets["val"]?')
     (_, new), *later = facts(whole.record, "metrics") or [(0, {})]
     for validation, found in later:
         if names := differing(found, new):
@@ -549,9 +550,7 @@ def test_each_parameter_is_trained(whole: Run, place):
     paths = sorted(whole.folder.glob("checkpoints/step-*.ckpt"))
     before, after = (torch.load(path, "cpu", weights_only=True) for path in (paths[0], paths[-1]))
     between = f"between steps {before['step']} and {after['step']}"
-    with_gradient = {
-        name for step, names, _ in facts(whole.record, "stepped") if step > before["step"] for name in names
-    }
+    with_gradient = {name for step, names in facts(whole.record, "stepped") if step > before["step"] for name in names}
     for optimizer, groups in after["checkpoint"]["optimizers"].items():
         same = {}  # whether a parameter is
         for number, group in enumerate(groups):
@@ -569,16 +568,6 @@ def test_each_parameter_is_trained(whole: Run, place):
             fail(f"It had a gradient, but has not changed {between}: {', '.join(lost[:5])}. Is it written back?")
         for name in names:
             shown(f"{words(place)}: the same {between}", name)
-
-
-def test_what_has_a_gradient_is_in_a_module_of_state(whole: Run):
-    names = {name for (found,) in facts(whole.record, "untrained") for name in found}
-    if names:
-        fail(
-            f"The loss depends on {', '.join(sorted(names)[:5])}, which is in no module of `state`, so nothing trains, "
-            "saves or restores it. Put modules into a ModuleList, not a list; or, if it is to stay as it is, "
-            "call `requires_grad_(False)`."
-        )
 
 
 def seeded_alike(run: Run, kind: str) -> str:
@@ -601,15 +590,6 @@ def test_random_numbers_are_others_in_each_micro_batch(whole: Run):
         fail(found.lstrip())
 
 
-def test_no_scheduler_of_torch_is_overridden(whole: Run):
-    names = {name for _, _, found in facts(whole.record, "stepped") for name in found}
-    if names:
-        fail(
-            f"The loop sets other learning rates than {', '.join(sorted(names))}, which is without effect: "
-            "docs/training.md shows how to use a scheduler of torch."
-        )
-
-
 def test_no_graph_grows_from_step_to_step(whole: Run):
     sizes: dict[str, dict[int, int]] = defaultdict(dict)
     for step, _, found in facts(whole.record, "attributes"):
@@ -618,6 +598,95 @@ def test_no_graph_grows_from_step_to_step(whole: Run):
     names = [name for name, found in sizes.items() if len(found) > 2 and [*found.values()] == sorted({*found.values()})]
     if names:
         fail(f"{', '.join(names)} has a graph that grows with each step: compute it under `torch.no_grad()`.")
+
+
+# What is wrong in all runs alike, by the word of recorded.py. Each is red, with the facts of the first time.
+WRONG = {
+    "validated set": 'A validation reads datasets["train"]: does its loader have datasets["val"]?',
+    "untrained": "The loss depends on {}, which is in no module of `state`, so nothing trains, saves or restores it. "
+    "Put modules into a ModuleList, not a list; or, if it is to stay as it is, call `requires_grad_(False)`.",
+    "in no optimizer": "It has a gradient, but is in no optimizer of `state`, and does not change: {}. Give it to one, "
+    "or call `requires_grad_(False)`.",
+    "outside": "{} steps, but is not in `state`, so a resume does not restore it: add it. If `state` has another one "
+    "for the same parameters, step that.",
+    "overridden": "The loop sets other learning rates than {}, which is without effect: docs/training.md shows how to "
+    "use a scheduler of torch.",
+    "norm": "In step {} the optimizer gets a gradient of the norm {:.3g}, above --max_grad_norm {}: clip it after the "
+    "backward passes, before `step()`. If that is right, take max_grad_norm out of SMALL.",
+    "loss input": "F.{} gets {}.",
+    "mode": "compute_loss calls `train()` or `eval()` of the model: validate() and the loop do that.",
+    "of no entry": "A {} is called in training mode, and is in no module of `state`: no validation calls its `eval()`, "
+    "and no resume restores its buffers. Make it in `__init__`, or call `eval()` once.",
+    "independent metrics": "The arguments of `metrics.update` are the same, bit for bit, whatever the weights of the "
+    "model are: does compute_loss return its outputs?",
+    "reversed": "The samples of {!r} are random with augment=False, and not in the run: is it reversed?",
+    "shared": "state[{!r}] and state[{!r}] have the same parameters: is a `copy.deepcopy` missing?",
+}
+# What may be right: last lines.
+BEWARE = {
+    "training mode": "{} is in training mode {}",
+    "partly shared": "state[{!r}] and state[{!r}] have parameters in common",
+    "idle scheduler": "state[{!r}] has made no step",
+    "still": "state[{!r}] changes, but not its buffer {}, as that of the model does",
+    "random without augmentation": "the samples of {!r} are random with augment=False, too",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_no_fact_shows_a_mistake(kind: str, whole: Run):
+    for fact in facts(whole.record, kind):
+        fail(WRONG[kind].format(*fact))
+
+
+def test_what_may_be_a_mistake_is_said(whole: Run):
+    for kind, text in BEWARE.items():
+        for fact in facts(whole.record, kind):
+            shown("beware", text.format(*fact))
+    for name in {name for name, *_ in facts(whole.record, "order")}:
+        epochs = [(found, share) for each, _, found, share in facts(whole.record, "order") if each == name]
+        if len(epochs) > 1 and len({found for found, _ in epochs}) == 1:
+            shown("beware", f"the order of {name!r} is the same in every epoch")
+        if min(share for _, share in epochs) < 1:
+            shown("beware", f"an epoch draws {min(share for _, share in epochs):.0%} of the samples of {name!r}")
+    if len({*inputs(whole.record).values()}) == 1:
+        shown("beware", "the inputs of compute_loss are the same, bit for bit, in all steps")
+    found = history(whole.folder)
+    for name in {key.partition(", ")[2] for key in found if ", train/" in key}:
+        if len({*column(found, name)}) == 1:
+            shown("beware", f"{name} is the same in all steps")
+    others = {"tests", "recipes", "tools", "benchmarks", ".venv"}
+    files = [path for path in REPO.rglob("*.py") if path.relative_to(REPO).parts[0] not in others]
+    code = "".join(path.read_text() for path in files if path != REPO / "config.py")
+    for name in values_of(config.TrainConfig()):
+        if not re.search(rf"\.{name.rpartition('.')[2]}\b", code):
+            shown("beware", f"no code reads --{name}")
+
+
+def test_the_loss_depends_on_the_batch(whole: Run):
+    """In each validation and each step: a penalty of the weights alone changes from step to step."""
+    groups: dict[int, set] = defaultdict(set)
+    for group, loss, batch in facts(whole.record, "loss"):
+        groups[group].add((loss, batch))
+    several = [found for found in groups.values() if len({batch for _, batch in found}) > 1]
+    if several and all(len({loss for loss, _ in found}) == 1 for found in several):
+        fail("The loss is the same, bit for bit, for other batches with the same weights: it does not depend on them.")
+
+
+def test_no_tensors_with_a_graph_are_kept(whole: Run):
+    counts = [count for _, count in facts(whole.record, "tensors with a graph")]
+    if len(counts) > 4 and all(later > count for count, later in itertools.pairwise(counts)):
+        fail(
+            f"There are more tensors with a graph in each step, at last {counts[-1]}: something keeps them, and their "
+            "memory. Keep `value.detach()`."
+        )
+
+
+def test_no_file_is_written_by_two_processes(two: Run):
+    ranks = defaultdict(set)
+    for rank, path in facts(two.record, "write"):
+        ranks[path].add(rank)
+    if names := [path for path, found in ranks.items() if len(found) > 1 and not path.endswith("lock")]:
+        fail(f"Both processes write {', '.join(names)}: write on rank 0, `if fabric.is_global_zero`.")
 
 
 def test_ranks_have_the_same_state(two: Run):
@@ -719,7 +788,7 @@ def test_two_processes_train_like_one(whole: Run, two: Run, place):
             "The processes draw other random numbers than one process, or the gradient is not the mean of all "
             "micro-batches and processes: not averaged, or scaled by their number, or compute_loss itself reduces over "
             "the ranks, which DDP does. If it is rounding, which grows from "
-            f"step to step, give TRAIN_TOLERANCE a larger value.{buffers_that_change(whole, of_batch_norm=False)}",
+            f"step to step, give TRAIN_TOLERANCE a larger value.{buffers_that_change(whole)}",
         )
         for name in sorted({key.partition(", ")[2] for key in one if ", train/" in key})
     ]
@@ -756,6 +825,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
         "(docs/training.md)? Or it depends on how they are cut into batches; or something, such as an average of the "
         "weights, is kept on rank 0 alone."
     )
+    changed = buffers_that_change(whole, OF_THE_FIRST)
     for name in sorted(names - BY_BATCH):
         found, expected = column(other, name), column(one, name)
         if spread(name):
@@ -763,7 +833,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
             if ratio > RANDOM_TOLERANCE:
                 fail(
                     f"{name} of two processes differs {ratio:.0f} times as much as with four other seeds.\n{advice}"
-                    f"{buffers_that_change(whole) or ' If it is meant to, put it into BY_BATCH.'}{random_sets(whole)}"
+                    f"{changed or ' If it is meant to, put it into BY_BATCH.'}{random_sets(whole)}"
                 )
             shown(f"{words(place)}: 2 processes, random validation", f"{name} as far as {ratio:.1g} times another seed")
             continue
@@ -773,8 +843,8 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
             expected,
             tolerance * (1 if name.replace("val/", "train/") in in_training else SCORE),
             f"{name} of two processes",
-            f"{advice} If it is rounding, give VAL_TOLERANCE a larger value.{more}{buffers_that_change(whole)}"
-            f"{random_sets(whole)}{seeded_alike(whole, 'generators of a validation')}",
+            f"{advice} If it is rounding, give VAL_TOLERANCE a larger value.{more}{changed}{random_sets(whole)}"
+            f"{seeded_alike(whole, 'generators of a validation')}",
         )
         shown(f"{words(place)}: 2 processes", f"{name} within {difference:.0e}")
 
@@ -782,45 +852,43 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
 MONITOR = " It is the `--monitor`: the best checkpoint depends on the number of processes."
 
 
-def buffers_that_change(run: Run, of_batch_norm: bool = True) -> str:
-    """Sentences on those that each forward pass changes, and those that a validation changes."""
+OF_THE_FIRST = (
+    "\nBatchNorm has the statistics of the first process: give VAL_TOLERANCE a larger value, or convert it as "
+    "docs/training.md does."
+)
 
-    def changed(kind: str) -> tuple[str, set]:
-        """The first names, without those of BatchNorm, which are returned, too."""
+
+def buffers_that_change(run: Run, of_batch_norm: str = "") -> str:
+    """Sentences on those that each forward pass changes, and those that a validation changes."""
+    every_pass = (
+        "\nEach forward pass changes {}, so it depends on the number of micro-batches and processes: change it once "
+        "per step, by the sum over micro-batches and ranks."
+    )
+    in_validations = "\nA validation changes {}: change it in training alone, `if self.training`."
+    norm_in_validations = "\nA validation changes the statistics of BatchNorm, which is in training mode there."
+    text = ""
+    for kind, sentence, sentence_of_norm in (
+        ("buffers", every_pass, of_batch_norm),
+        ("buffers of a validation", in_validations, norm_in_validations),
+    ):
         found = facts(run.record, kind)
         norm = {name for _, names in found for name in names}
-        return ", ".join(sorted({name for names, _ in found for name in names} - norm)[:5]), norm
-
-    text = ""
-    names, norm = changed("buffers")
-    if names:
-        text += (
-            f"\nEach forward pass changes {names}, so it depends on the number of micro-batches and processes: change "
-            "it once per step, by the sum over micro-batches and ranks."
-        )
-    if norm and of_batch_norm:
-        text += (
-            "\nBatchNorm has the statistics of the first process: give VAL_TOLERANCE a larger value, or convert it as "
-            "docs/training.md does."
-        )
-    names, norm = changed("buffers of a validation")
-    if names:
-        text += f"\nA validation changes {names}: change it in training alone, `if self.training`."
-    if norm:
-        text += f"\nA validation changes {min(norm)}: BatchNorm is in training mode there."
+        if names := sorted({name for names, _ in found for name in names} - norm):
+            text += sentence.format(", ".join(names[:5]))
+        text += sentence_of_norm if norm else ""
     return text
 
 
 def random_sets(run: Run) -> str:
-    names = [name for (name,) in facts(run.record, "random samples")]
+    names = [name for (found,) in facts(run.record, "random samples") for name in found if name != "train"]
     return f"\nThe samples of {', '.join(names)} are random: are they augmented?" if names else ""
 
 
 def has_no_samples(run: Run, name: str) -> bool:
-    is_empty = any(size == 0 for each, size, _ in facts(run.record, "samples") if each == name)
-    if is_empty:
-        shown("not tried", f"test.py, where {name!r} has no samples")
-    return is_empty
+    if [name, 0, []] not in facts(run.record, "samples"):
+        return False
+    shown("not tried", f"test.py, where {name!r} has no samples")
+    return True
 
 
 def test_the_finished_run_is_evaluated(whole: Run, place):
@@ -853,7 +921,7 @@ def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Pa
             1e-5,
             f"{name} of test.py",
             'state["model"] of train.py is not the model that is validated, or a validation depends on what a '
-            f"checkpoint does not have.{buffers_that_change(whole, of_batch_norm=False)}",
+            f"checkpoint does not have.{buffers_that_change(whole)}",
         )
     shown(f"{words(place)}: test.py", "what was validated is what is evaluated")
 
