@@ -654,9 +654,8 @@ def test_what_may_be_a_mistake_is_said(whole: Run):
     for name in {key.partition(", ")[2] for key in found if ", train/" in key}:
         if len({*column(found, name)}) == 1:
             shown("beware", f"{name} is the same in all steps")
-    others = {"tests", "recipes", "tools", "benchmarks", ".venv"}
-    files = [path for path in REPO.rglob("*.py") if path.relative_to(REPO).parts[0] not in others]
-    code = "".join(path.read_text() for path in files if path != REPO / "config.py")
+    sources = [REPO / "test.py", *(Path(path) for (path,) in facts(whole.record, "source"))]
+    code = "".join(path.read_text(errors="replace") for path in sources if path != REPO / "config.py")
     for name in values_of(config.TrainConfig()):
         if not re.search(rf"\.{name.rpartition('.')[2]}\b", code):
             shown("beware", f"no code reads --{name}")
