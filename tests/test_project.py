@@ -707,15 +707,16 @@ def test_no_sample_of_a_validation_or_test_is_in_another_set(whole: Run, place):
         if found is None:
             shown("not compared with other sets", f"the samples of {name!r}")
     known = [(size, name, set(found), len(found)) for name, (size, found) in sets.items() if found]
+    shares = {}
     for (_, small_set, ours, _), (size, large_set, theirs, checked) in itertools.combinations(sorted(known), 2):
         if not {small_set, large_set} & {"val", "test"}:
             continue
         share = len(ours & theirs) / len(ours) * size / checked
-        line = f"{share:.2%} of the samples of {small_set!r} are in {large_set!r}, too"
-        if share > SHARED_SAMPLES:
-            fail(f"{line}. If that is right, give SHARED_SAMPLES a larger value.")
-        if share:
-            shown("beware", line)
+        shares[f"{share:.2%} of the samples of {small_set!r} are in {large_set!r}, too"] = share
+    if many := [line for line, share in shares.items() if share > SHARED_SAMPLES]:
+        fail(f"{'; '.join(many)}. If that is right, give SHARED_SAMPLES a larger value.")
+    for line in (line for line, share in shares.items() if share):
+        shown("beware", line)
 
 
 # ---- two processes

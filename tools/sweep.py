@@ -273,7 +273,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", metavar="YAML", help="the search; its name is that of the study and its runs")
     parser.add_argument("--trials", type=int, default=20, help="points to draw, of ranges (20)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own (1)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="points at a time, each on a GPU of its own (1); the seeds of one follow each other",
+    )
     parser.add_argument("--prune", action="store_true", help="stop runs below the median of 5; needs the csv logger")
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:place])
