@@ -176,7 +176,7 @@ def test_the_run_that_the_readme_kills_ends_as_if_it_had_not_been(tmp_path: Path
     script, _, options = LONG.partition(" ")
     example = example.replace(f"python {script}", f"{sys.executable} {REPO / script} {options}")
     waiting = re.sub(r"sleep \d+", "until ls *-nightly/checkpoints/step-*[26].ckpt; do sleep 0.1; done", example)
-    assert waiting.count("until") == 1 and example.count(str(REPO)) == 2
+    assert waiting.count("until") == 1 and example.count(str(REPO / script)) == 2
     env = clean_environment()
     done = subprocess.run(["bash", "-c", waiting], cwd=killed, env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout.count("resumed from ") == 1 and "finished after 80 of 80" in done.stdout, done.stderr
