@@ -339,10 +339,10 @@ def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_pat
 
 
 CONFIGS = {
-    "shared": "out_dir: experiment\nepochs: 10\nlogger_name: [csv, tensorboard]\nearly_stopping_patience: 5\n",
-    "large_batch": "effective_batch_size: 256\nlr_scaling_rule: sqrt\nwarmup_epochs: 2\n",
-    "regularized": "dropout: 0.5\nweight_decay: 0.1\n",
-    "wide": "width: 64\nbase_lr: 2e-3\n",
+    "shared": "out_dir: experiment\nepochs: 10\nseed: 1\nlogger_name: [csv, tensorboard]\nearly_stopping_patience: 5\n",
+    "large_batch": "comment: large batch\neffective_batch_size: 256\nlr_scaling_rule: sqrt\nwarmup_epochs: 2\n",
+    "regularized": "comment: regularized\ndropout: 0.5\nweight_decay: 0.1\n",
+    "wide": "comment: wide\nwidth: 64\nbase_lr: 2e-3\n",
 }
 
 
