@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from runtime.errors import ConfigError
 from runtime.terminal import say
@@ -35,6 +36,14 @@ def find_run(option: str, name: str, root_dir: str, file: str = "config.yaml") -
         raise ConfigError(f"{option} {name}: no such run, with a config.yaml, in {Path(root_dir).absolute()}")
     say(f"{option} {name}: the run is {run_dir}")
     return run_dir
+
+
+def add_run_options(parser: Any, cls: Any):
+    """Adds the options that name a run to the parser of a script, with the defaults of EvalConfig."""
+    parser.add_argument(
+        "--out_dir", default=cls.out_dir, help="run directory, or its name without the time (%(default)s)"
+    )
+    parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
 
 
 def read_summary(run_dir: Path) -> dict:

@@ -584,11 +584,6 @@ def main(config: TrainConfig) -> int:
             with suppress(Exception):  # what a project has may be of any kind
                 note_facts()
         note_samples()
-        root = Path(__file__).resolve().parents[1]
-        for path in {Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}:
-            parts = {*path.relative_to(root).parts} if path.is_relative_to(root) else {"elsewhere"}
-            if path.suffix == ".py" and not parts & {"tests", "site-packages", "elsewhere"}:
-                note("source", str(path))
     return code
 
 

@@ -654,8 +654,11 @@ def test_what_may_be_a_mistake_is_said(whole: Run):
     for name in {key.partition(", ")[2] for key in found if ", train/" in key}:
         if len({*column(found, name)}) == 1:
             shown("beware", f"{name} is the same in all steps")
-    sources = [REPO / "test.py", *(Path(path) for (path,) in facts(whole.record, "source"))]
-    code = "".join(path.read_text(errors="replace") for path in sources if path != REPO / "config.py")
+    code = ""  # what the run keeps of it
+    for folder in whole.folder.glob("provenance/code-*"):
+        for path in folder.rglob("*.py"):
+            if path.relative_to(folder).parts[0] not in ("tests", "config.py"):
+                code += path.read_text(errors="replace")
     for name in values_of(config.TrainConfig()):
         if not re.search(rf"\.{name.rpartition('.')[2]}\b", code):
             shown("beware", f"no code reads --{name}")

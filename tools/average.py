@@ -32,7 +32,7 @@ from runtime.checkpoints import regular_checkpoints  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.files import as_run_error, atomically  # noqa: E402
 from runtime.launch import run_and_exit  # noqa: E402
-from runtime.runs import find_run  # noqa: E402
+from runtime.runs import add_run_options, find_run  # noqa: E402
 from runtime.terminal import say  # noqa: E402
 
 
@@ -70,10 +70,7 @@ def average(states: list[dict]) -> dict:
 def parse(cls: type[EvalConfig], argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out_dir", default=cls.out_dir, help="run directory, or its name without the time (%(default)s)"
-    )
-    parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
+    add_run_options(parser, cls)
     parser.add_argument("--num", type=int, required=True, help="number of checkpoints")
     args = parser.parse_args(argv)
     if args.num < 2:

@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from config import EvalConfig  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 from runtime.options import Parser  # noqa: E402
-from runtime.runs import find_run  # noqa: E402
+from runtime.runs import add_run_options, find_run  # noqa: E402
 from runtime.terminal import end  # noqa: E402
 
 MAX_NUMBERS = 16  # classes up to which the picture has a number in each field
@@ -128,10 +128,7 @@ def main() -> None:
     about, details = __doc__.split("\n", 1)
     parser = Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="these predictions, in place of a run's")
-    parser.add_argument(
-        "--out_dir", default=EvalConfig.out_dir, help="run directory, or its name without the time (%(default)s)"
-    )
-    parser.add_argument("--root_dir", default=EvalConfig.root_dir, help="directory that holds the run directories")
+    add_run_options(parser, EvalConfig)
     args = parser.parse_args()
     for path in args.files or [find(args.out_dir, args.root_dir)]:
         report(path)

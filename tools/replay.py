@@ -50,7 +50,7 @@ from runtime.loader import Loader, TrainSampler, seeder  # noqa: E402
 from runtime.meters import Timer, as_scalars  # noqa: E402
 from runtime.optim import clip_gradients, unscale_gradients  # noqa: E402
 from runtime.run import Run  # noqa: E402
-from runtime.runs import find_run, read_summary  # noqa: E402
+from runtime.runs import add_run_options, find_run, read_summary  # noqa: E402
 from runtime.terminal import is_child_of_fabric, say  # noqa: E402
 
 TRAIN = train.train
@@ -326,10 +326,7 @@ def prepare(args: argparse.Namespace, folder: str) -> Path:
 def parse(cls: type[EvalConfig], argv: list[str]) -> argparse.Namespace:
     about, details = str(__doc__).split("\n", 1)
     parser = options.Parser(description=about, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out_dir", default=cls.out_dir, help="run directory, or its name without the time (%(default)s)"
-    )
-    parser.add_argument("--root_dir", default=cls.root_dir, help="directory that holds the run directories")
+    add_run_options(parser, cls)
     parser.add_argument("--step", type=int, required=True, help="the step to look into, counted from 1")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what is shown, and the batches, into a file")
     args = parser.parse_args(argv)

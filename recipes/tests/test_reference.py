@@ -1,6 +1,5 @@
 """The recipe reference: a frozen model that the loss needs, in training, validations and test.py."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from helpers import (
     killed_and_resumed,
     last_summary,
     on_one_and_two,
+    results,
     run_dir,
     weights,
     with_recipe,
@@ -23,13 +23,6 @@ from helpers import (
 
 pytestmark = pytest.mark.recipes
 TWELVE = f"{LONG} --epochs 12"
-
-
-def results(program: Path, cwd: Path, split: str) -> dict:
-    """Those of the last checkpoint."""
-    call(f"{program}/test.py --accelerator cpu --checkpoint last --split {split}", cwd)
-    (path,) = run_dir(cwd).glob(f"test_{split}_*.json")
-    return json.loads(path.read_text())["results"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +43,7 @@ def test_a_frozen_model_is_asked_in_validations_and_by_test_py(with_reference, r
     """It is in no checkpoint and not counted, and does not draw random numbers."""
     call(f"{with_reference}/train.py {SMALL} --limit_val_batches 1.0 --reference {reference}", tmp_path)
     last = history(tmp_path)[-1]
-    found = results(with_reference, tmp_path, "val")
+    found = results(with_reference, tmp_path, "--checkpoint last --split val")
     assert found["distance"] == pytest.approx(float(last["val/distance"])) and found["distance"] > 1
     assert found["loss"] == pytest.approx(float(last["val/loss"])) and found["loss"] > found["distance"]
     plain = tmp_path / "plain"

@@ -1,6 +1,5 @@
 """The recipe val_sets: a second validation set."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,13 @@ from helpers import (
     killed_and_resumed,
     last_summary,
     on_one_and_two,
-    run_dir,
+    results,
     weights,
     with_recipe,
 )
 
 pytestmark = pytest.mark.recipes
 TWELVE = f"{LONG} --epochs 12"
-
-
-def results(program: Path, cwd: Path, split: str) -> dict:
-    """Those of the last checkpoint."""
-    call(f"{program}/test.py --accelerator cpu --checkpoint last --split {split}", cwd)
-    (path,) = run_dir(cwd).glob(f"test_{split}_*.json")
-    return json.loads(path.read_text())["results"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +35,7 @@ def test_a_second_validation_set_is_logged_monitored_and_evaluated(with_two_sets
     assert last_summary(tmp_path)["best"] == best and "val/mirrored_loss" in done.stdout
     assert float(rows[-1]["val/accuracy"]) > float(rows[-1]["val/mirrored_accuracy"]) > 0
     for split, prefix in (("val", "val/"), ("mirrored", "val/mirrored_")):
-        found = results(with_two_sets, tmp_path, split)
+        found = results(with_two_sets, tmp_path, f"--checkpoint last --split {split}")
         for name in ("loss", "accuracy"):
             assert found[name] == pytest.approx(float(rows[-1][f"{prefix}{name}"]))
 

@@ -318,6 +318,15 @@ def weights(cwd: Path, name: str = "train_out") -> dict[str, torch.Tensor]:
     return torch.load(run_dir(cwd, name) / "model.pt", weights_only=True)
 
 
+def results(program: Path, cwd: Path, options: str = "--checkpoint last --split val") -> dict:
+    """What test.py with these options finds of the one run in `cwd`."""
+    for path in run_dir(cwd).glob("test_*.json"):
+        path.unlink()
+    execute(f"{program}/test.py --accelerator cpu {options}", cwd)
+    (path,) = run_dir(cwd).glob("test_*.json")
+    return json.loads(path.read_text())["results"]
+
+
 def last_summary(cwd: Path) -> dict:
     return json.loads((run_dir(cwd) / "summary.json").read_text())
 

@@ -22,6 +22,7 @@ from helpers import (
     history,
     killed_and_resumed,
     on_one_and_two,
+    results,
     run,
     run_dir,
     section,
@@ -61,13 +62,6 @@ def assert_resumed_and_the_same_on_two_processes(diff: str, cwd: Path, options: 
     return program, whole
 
 
-def results(program: Path, cwd: Path, split: str) -> dict:
-    """Those of the last checkpoint."""
-    call(f"{program}/test.py --accelerator cpu --checkpoint last --split {split}", cwd)
-    (path,) = run_dir(cwd).glob(f"test_{split}_*.json")
-    return json.loads(path.read_text())["results"]
-
-
 # ---- more than means from compute_loss
 
 
@@ -101,7 +95,7 @@ def test_a_run_with_a_buffer_that_the_loop_changes_is_resumed_evaluated_and_the_
     with_mean, tmp_path
 ):
     whole, _ = killed_and_resumed(f"{with_mean}/{TWELVE}", tmp_path)
-    assert results(with_mean, whole, "test")["accuracy"] > 0.8
+    assert results(with_mean, whole, "--checkpoint last --split test")["accuracy"] > 0.8
     one, two = on_one_and_two(f"{with_mean}/{LONG} --max_steps 8", tmp_path)
     assert_same_training(two, one)
 
@@ -220,7 +214,7 @@ def test_sync_batchnorm_leaves_a_cpu_as_it_is(tmp_path):
 def test_a_model_with_lazy_layers_is_evaluated_resumed_and_the_same_on_two_processes(tmp_path):
     program, whole = assert_resumed_and_the_same_on_two_processes(LAZY, tmp_path)
     assert weights(whole)["layers.8.weight"].shape == (10, 2 * 4 * 2 * 2)
-    assert results(program, whole, "test")["accuracy"] > 0.7
+    assert results(program, whole, "--checkpoint last --split test")["accuracy"] > 0.7
 
 
 FORWARDS = "model.module.layers[0].register_forward_hook(lambda *_: print('forward'))"
@@ -263,7 +257,7 @@ def test_a_model_of_torch_hub_may_have_a_module_of_the_same_name(tmp_path):
     code = f"    import sys\n{code.replace('REPOSITORY', str(repository))}"
     program = replace(tmp_path / "program", "model", f"{code}    return Model(")
     whole, _ = killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
-    assert results(program, whole, "test")["accuracy"] > 0.8
+    assert results(program, whole, "--checkpoint last --split test")["accuracy"] > 0.8
     one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
     assert_same_training(two, one)
 

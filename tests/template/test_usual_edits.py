@@ -28,6 +28,7 @@ from helpers import (
     killed_and_resumed,
     newest,
     on_one_and_two,
+    results,
     rows,
     run,
     run_dir,
@@ -59,14 +60,6 @@ pytestmark = pytest.mark.recipes
 def words_of(page: str) -> str:
     """A page without its line breaks."""
     return " ".join((REPO / page).read_text().split())
-
-
-def results(program: Path, cwd: Path, options: str = "--checkpoint last --split val") -> dict:
-    for path in run_dir(cwd).glob("test_*.json"):
-        path.unlink()
-    execute(f"{program}/test.py --accelerator cpu {options}", cwd)
-    (path,) = run_dir(cwd).glob("test_*.json")
-    return json.loads(path.read_text())["results"]
 
 
 # ---- what was fitted
