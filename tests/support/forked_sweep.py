@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path[:0] = [f"{sys.argv.pop(1)}/tools", str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [f"{sys.argv.pop(1)}/tools", str(Path(__file__).resolve().parents[1] / "project")]
 sys.argv[0] = "sweep.py"  # what its errors begin with
 
 import sweep  # noqa: E402

@@ -28,7 +28,8 @@ RECIPES = REPO / "recipes"
 TOOLS = REPO / "tools"
 needs_recipes = pytest.mark.skipif(not RECIPES.exists(), reason="recipes/ has been deleted")
 
-zygote.FORK_RANKS = "REAL_RANKS" not in os.environ
+if "REAL_RANKS" not in os.environ:
+    zygote.PREPARE = str(Path(__file__).with_name("ranks.py"))
 # One thread, here and in the processes that are started: sums in the same order, equal in every bit.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -80,6 +81,13 @@ def environment():
 
 def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "LT_", "SLURM_"))}
+
+
+def copy_project_tests(program: Path) -> None:
+    """Copies what the tests of a project need into a copy of the programs."""
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPO / "tests" / "project", program / "tests" / "project", ignore=skipped)
+    shutil.copy(REPO / "pyproject.toml", program)
 
 
 def start(command: str, cwd: Path, repo: Path = REPO, stdout: int = subprocess.PIPE, **env: str) -> subprocess.Popen:
@@ -386,7 +394,7 @@ def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path,
     assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
     again = f"{command.partition(' ')[0]} --resume auto"
     if ON_2 in command:
-        again += f" {ON_2}"  # as in config.yaml; by these words zygote.py forks the ranks
+        again += f" {ON_2}"  # as in config.yaml; by these words ranks.py forks the ranks
     (resume or execute)(again, killed)
     assert_same_run(killed, whole)
     return whole, killed

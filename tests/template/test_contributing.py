@@ -28,7 +28,7 @@ def test_threads_that_start_the_first_processes_share_one_zygote(tmp_path: Path)
     """Each is a fork of it: it has imported torch when the script begins."""
     (tmp_path / "script.py").write_text("import sys; print('torch' in sys.modules)")
     (tmp_path / "starts.py").write_text(STARTS)
-    env = {"PYTHONPATH": str(REPO / "tests"), "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": str(REPO / "tests" / "project"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "starts.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == "True\n" * 4, done.stderr
 

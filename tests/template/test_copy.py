@@ -1,4 +1,4 @@
-"""What becomes of the template in a project of one's own: tests/test_project.py passes after edits and with other
+"""What becomes of the template in a project of one's own: tests/project passes after edits and with other
 defaults, also where the rest is deleted, and fails where the code is wrong. Windows is refused in one line."""
 
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import zygote
 from edits import POINTS, copy_programs, insert_after, insert_before, replace, with_text
-from helpers import RECIPES, REPO, clean_environment, diffs, edited, with_recipe
+from helpers import RECIPES, REPO, clean_environment, copy_project_tests, diffs, edited, with_recipe
 from test_own_options import FIELDS, NESTED, with_fields
 
 DIFFS = diffs("docs/editing.md")
 PATCHES = sorted(path.stem for path in RECIPES.glob("*/*.patch"))
 NEEDS = {"text_classification": "transformers", "mlflow": "mlflow"}  # packages that are not in requirements.txt
-# What a recipe changes in test_project.py, as it says there.
+# What a recipe changes in the settings of the tests of a project, as it says there.
 CHANGES = {
     "contrastive": [
         ("VAL_TOLERANCE = 1e-6", "VAL_TOLERANCE = 1.0"),  # BatchNorm has the first process's statistics
@@ -73,16 +73,8 @@ def copy_after(command: str, folder: Path) -> Path:
 
 
 def tolerate(program: Path, name: str) -> None:
-    """Widens a tolerance of test_project.py, as its comment says."""
-    with_text(program, "tests/test_project.py", (f"{name} = 1e-6", f"{name} = 1.0"))
-
-
-def copy_project_tests(program: Path) -> None:
-    """Copies what the tests of a project need into a copy of the programs."""
-    (program / "tests").mkdir(exist_ok=True)
-    for name in ("test_project.py", "recorded.py", "zygote.py"):
-        shutil.copy(REPO / "tests" / name, program / "tests")
-    shutil.copy(REPO / "pyproject.toml", program)
+    """Widens a tolerance of the tests of a project, as its comment says."""
+    with_text(program, "tests/project/settings.py", (f"{name} = 1e-6", f"{name} = 1.0"))
 
 
 def run_project_tests(program: Path, words: str = "", is_fresh: bool = False) -> subprocess.CompletedProcess:
@@ -95,9 +87,11 @@ def run_project_tests(program: Path, words: str = "", is_fresh: bool = False) ->
 
 def fork_all(program: Path) -> None:
     """In a copy, two processes have imported torch before, and have the hashes of strings of one; but for the night."""
-    if zygote.FORK_RANKS:
-        with_text(program, "tests/test_project.py", ("subprocess.Popen if is_fresh else zygote.popen", "zygote.popen"))
-        with_text(program, "tests/zygote.py", ("FORK_RANKS = False", "FORK_RANKS = True"))
+    if zygote.PREPARE:
+        with_text(
+            program, "tests/project/programs.py", ("subprocess.Popen if is_fresh else zygote.popen", "zygote.popen")
+        )
+        with_text(program, "tests/project/zygote.py", ('PREPARE = ""', f"PREPARE = {zygote.PREPARE!r}"))
 
 
 def run_pytest(
@@ -147,7 +141,7 @@ def test_it_passes_after_each_edit_of_the_readme(number: int, tmp_path: Path):
 def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_deleted(tmp_path: Path):
     """Deleted by README.md's commands. Without xdist, and without git. What stays keeps the style."""
     copy = copy_after(f"{DELETE}\nrm -r recipes", tmp_path / "copy")
-    assert sorted(path.name for path in (copy / "tests").iterdir()) == ["recorded.py", "test_project.py", "zygote.py"]
+    assert [path.name for path in (copy / "tests").iterdir()] == ["project"]
     ruff = Path(sys.executable).parent / "ruff"
     subprocess.run([ruff, "check", "--no-cache", "."], cwd=copy, check=True)
 
@@ -158,7 +152,7 @@ def test_it_passes_with_other_defaults_options_and_layers_where_the_rest_is_dele
     tolerate(copy, "TRAIN_TOLERANCE")  # for ReLU
     tolerate(copy, "VAL_TOLERANCE")  # for BatchNorm
     fork_all(copy)
-    assert_passes(run_pytest(copy, is_fresh=not zygote.FORK_RANKS))
+    assert_passes(run_pytest(copy, is_fresh=not zygote.PREPARE))
 
 
 def test_it_finds_the_data_where_the_default_of_data_dir_is_relative(tmp_path: Path):
@@ -180,14 +174,14 @@ def test_it_passes_after_a_recipe(name: str, tmp_path: Path):
     program = with_recipe(name, tmp_path)
     copy_project_tests(program)
     if name in CHANGES:
-        with_text(program, "tests/test_project.py", *CHANGES[name])
+        with_text(program, "tests/project/settings.py", *CHANGES[name])
     assert_passes(run_pytest(program))
 
 
 @pytest.mark.night
 def test_it_says_what_it_has_shown_in_each_precision_and_which_options_are_not_there(tmp_path: Path):
     copy_project_tests(copy_programs(tmp_path))
-    with_text(tmp_path, "tests/test_project.py", ('    "root_dir": ".",\n', '    "root_dir": ".",\n    "gone": "1",\n'))
+    with_text(tmp_path, "tests/project/settings.py", ("SMALL = {\n", 'SMALL = {\n    "gone": "1",\n'))
     done = run_pytest(tmp_path, "same or two_processes", WHERE="all")
     assert done.returncode == 0, done.stdout
     for place in ("cpu 32-true", "cpu bf16-mixed"):
@@ -230,7 +224,7 @@ def test_it_names_the_module_that_draws_numbers_of_its_own(tmp_path: Path):
     program = with_noise(tmp_path, "torch.rand(x.shape, generator=self.generator)")
     done = run_project_tests(program, "same_bits and not elsewhere")
     assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
-    assert "Two equal runs differ, first in step 1, micro-batch 0, output of layers.1: " in done.stdout
+    assert "Two equal runs differ, first in step 1, micro-batch 0, output of model.layers.1: " in done.stdout
 
 
 def test_it_names_the_module_that_is_not_restored(tmp_path: Path):
@@ -239,7 +233,7 @@ def test_it_names_the_module_that_is_not_restored(tmp_path: Path):
     done = run_project_tests(program, "same_bits and not elsewhere")
     assert_fails(done, "test_a_run_that_was_killed_and_resumed_has_the_same_bits")
     assert (
-        "Two equal runs do not differ. The resumed run does, first in step 8, micro-batch 14, output of layers.1."
+        "Two equal runs do not differ. The resumed run does, first in step 8, micro-batch 14, output of model.layers.1."
         in done.stdout
     )
 
@@ -455,7 +449,7 @@ def test_it_fails_where_a_fast_run_writes(tmp_path: Path):
 def test_it_says_in_a_line_that_a_process_hangs(tmp_path: Path):
     program = insert_before(tmp_path, "loop begins", "import time\n\ntime.sleep(60)")
     copy_project_tests(program)
-    with_text(program, "tests/test_project.py", ("HANGS = 60", "HANGS = 4"))
+    with_text(program, "tests/project/settings.py", ("HANGS = 60", "HANGS = 4"))
     done = run_pytest(program, "fast_run")
     assert_fails(done, "test_fast_run_")
     assert "hangs: it and its children have used no CPU for 4 seconds" in done.stdout
@@ -463,17 +457,14 @@ def test_it_says_in_a_line_that_a_process_hangs(tmp_path: Path):
 
 def test_it_fails_where_a_default_is_not_valid(tmp_path: Path):
     program = with_defaults(tmp_path, {"dropout": "1.0"})
-    assert_fails(run_project_tests(program, "valid_default and TrainConfig"), "test_every_option_has_a_valid_default")
+    done = run_project_tests(program, "fast_run")
+    assert_fails(done, "test_fast_run_")
+    assert "--dropout 1.0: must be below 1" in done.stdout
 
 
 def test_it_fails_where_an_option_is_not_read_as_it_was_written(tmp_path: Path):
     program = with_fields(tmp_path, "    sizes: list[int] = field(default_factory=lambda: (1, 2))  # Sizes")
-    assert_fails(run_project_tests(program, "written_and_read"), "test_the_defaults_can_be_written_and_read")
-
-
-def test_it_fails_where_a_mistake_leaves_a_file_behind(tmp_path: Path):
-    program = insert_before(tmp_path, "options", '    open("config.txt", "w").close()')
-    assert_fails(run_project_tests(program, "one_line"), "test_a_mistake_is_one_line_and_leaves_nothing_behind")
+    assert_fails(run_project_tests(program, "options_that_were_given"), "test_a_run_has_the_options_that_were_given")
 
 
 # ---- what is there is tested, whatever a project has deleted
@@ -497,7 +488,7 @@ def test_the_tests_that_are_left_pass(deleted: str, tmp_path: Path):
     copy = copy_after(command, tmp_path / "copy")
     done = run_pytest(copy, options="--collect-only -m=")
     assert done.returncode == 0, done.stdout
-    assert {*re.findall(r"^([\w/]+)/test_\w+\.py::", done.stdout, re.MULTILINE)} == folders | {"tests"}
+    assert {*re.findall(r"^([\w/]+)/test_\w+\.py::", done.stdout, re.MULTILINE)} == folders | {"tests/project"}
     if folders:
         done = run_pytest(copy, PAGES)
         assert re.search(r"^\d+ passed, (\d+ skipped, )?\d+ deselected in", done.stdout, re.MULTILINE), done.stdout
@@ -603,7 +594,7 @@ def test_windows_is_refused_in_one_line_that_names_wsl2(script: str, tmp_path: P
 # ---- it finds what no run can tell
 
 BEFORE, AFTER, INSTEAD = insert_before, insert_after, replace
-TRAINED = "each_parameter_is_trained"
+IDLE = "no_fact and idle"
 VALIDATED = "each_validation_has"
 SEEDED = "random_numbers_are_others"
 ON_TWO = "two_processes_validate"
@@ -644,6 +635,18 @@ if torch.distributed.is_initialized() and model.training:
     torch.distributed.all_reduce(images)
 """
 SIGMOID = '{"loss": F.binary_cross_entropy_with_logits(logits.sigmoid(), F.one_hot(targets, 10).float())}'
+DOUBLED = """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return 2 * values
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -2 * gradient
+
+
+"""
 SAME_ORDER = """
     def order(self, epoch, generator):
         return torch.arange(len(self)) // 2
@@ -657,19 +660,19 @@ PICKED = 'state["level"] = state["level"] + fabric.global_rank'
 
 # What is wrong: the edits, which tests tell it, and by which words.
 MISTAKES: dict[str, tuple[list, str, str]] = {
-    "step() is forgotten": ([(INSTEAD, "optimizer steps", "")], TRAINED, "no parameter has changed between steps"),
+    "step() is forgotten": ([(INSTEAD, "optimizer steps", "")], IDLE, "no parameter has changed in the run"),
     "zero_grad() comes before step()": (
         [(BEFORE, "optimizer steps", "optimizer.zero_grad()")],
-        TRAINED,
-        "no parameter has changed between steps",
+        IDLE,
+        "no parameter has changed in the run",
     ),
     "weights are written back": (
         [
             (BEFORE, "loop begins", "first = model.module.layers[0].weight.detach().clone()"),
             (AFTER, "optimizer steps", "model.module.layers[0].weight.data.copy_(first)"),
         ],
-        TRAINED,
-        "has not changed between steps 7 and 10: model.layers.0.weight (32, 1, 3, 3). Is it written back?",
+        "no_fact and lost",
+        "has not changed in the run: model.layers.0.weight (32, 1, 3, 3). Is it written back?",
     ),
     "compute_loss has a seed": (
         [(AFTER, "batch", "torch.manual_seed(0)")],
@@ -733,7 +736,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
             (AFTER, "step is done", "model.module.average = model.module.average + next(model.parameters()).mean()"),
         ],
         "no_graph_grows",
-        "model.average has a graph that grows with each step",
+        "`torch.no_grad()`. In a module: model.average.",
     ),
     "a queue is no buffer": (
         [(BEFORE, "layers", "self.queue = 0.0"), (AFTER, "batch", QUEUE)],
@@ -901,7 +904,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     ),
     "only the last layer is trained": (
         [(INSTEAD, "optimizer", "torch.optim.AdamW(model.module.layers[-1].parameters(), lr=plan.peak_lr)")],
-        "no_fact and optimizer",
+        "no_fact and optimizer and not idle",
         "is in no optimizer of `state`, and does not change: model.layers.0.weight (32, 1, 3, 3), ",
     ),
     "a second optimizer is not in state": (
@@ -967,8 +970,13 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     ),
     "losses are kept with their graphs": (
         [(BEFORE, "loop begins", "kept = []"), (AFTER, "step is done", 'kept.append(values["loss"])')],
-        "tensors_with_a_graph",
-        "something keeps them",
+        "no_graph_grows",
+        "Graphs are kept from step to step",
+    ),
+    "a sum of the losses has their graphs": (
+        [(BEFORE, "loop begins", "total = 0"), (AFTER, "step is done", 'total = total + values["loss"]')],
+        "no_graph_grows",
+        "Graphs are kept from step to step",
     ),
     "an average is the model": (
         [(AFTER, "state", '"average": model,')],
@@ -1045,8 +1053,8 @@ RIGHT: dict[str, tuple[list, str, str]] = {
     ),
     "a parameter has no gradient": (
         [(BEFORE, "layers", "self.unused = nn.Linear(2, 2)")],
-        TRAINED,
-        "the same between steps 7 and 10: model.unused.weight (2, 2), model.unused.bias (2,)",
+        SAID,
+        "not changed by the run: model.unused.weight (2, 2), model.unused.bias (2,)",
     ),
     "there is no validation set": (
         [
@@ -1112,6 +1120,14 @@ RIGHT: dict[str, tuple[list, str, str]] = {
         [(BEFORE, "options", "unread: float = non_negative(0.1)  # Of nothing")],
         SAID,
         "no code reads --unread",
+    ),
+    "a backward has the wrong sign": (
+        [
+            (BEFORE, "build_metrics", DOUBLED),
+            (INSTEAD, "values", '{"loss": F.cross_entropy(Doubled.apply(logits), targets)}'),
+        ],
+        SAID,
+        "the backward of Doubled is not the derivative of its forward",
     ),
     "few samples are in two sets": (
         [(BEFORE, "statistics", "val = np.concatenate([val, train[:1]])")],

@@ -9,7 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from edits import insert_after, replace, with_text
-from helpers import LONG, ON_2, REPO, SMALL, call, diff, edited, history, killed_and_resumed, run, section, weights
+from helpers import (
+    LONG,
+    ON_2,
+    REPO,
+    SMALL,
+    call,
+    copy_project_tests,
+    diff,
+    edited,
+    history,
+    killed_and_resumed,
+    run,
+    section,
+    weights,
+)
 
 from config import TrainConfig
 from data import build_datasets
@@ -103,10 +117,9 @@ def test_a_few_samples_are_enough_for_the_commands_of_ci(tmp_path):
     (train,) = re.findall(r"^\.venv/bin/python (train\.py .*?)  #", (REPO / ".ci/run").read_text(), re.MULTILINE)
     assert "No such file" in call(f"{program}/{train}", program, code=2).stderr
     call(f"{program}/{train} --data_dir tests/data", program)
-    for name in ("test_project.py", "recorded.py", "zygote.py"):
-        shutil.copy(REPO / "tests" / name, program / "tests")
-    with_text(program, "tests/test_project.py", ("SMALL = {\n", 'SMALL = {\n    "data_dir": "tests/data",\n'))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_project.py"]
+    copy_project_tests(program)
+    with_text(program, "tests/project/settings.py", ("SMALL = {\n", 'SMALL = {\n    "data_dir": "tests/data",\n'))
+    command = [sys.executable, "-m", "pytest", "tests/project"]
     quick = "fast_run or each_validation or in_another_set or finished_run"
     done = subprocess.run([*command, "-k", quick], cwd=program, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -48,7 +48,7 @@ from helpers import (
 def real_ranks() -> Iterator[None]:
     """Fabric starts the ranks, as it does for users."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zygote, "FORK_RANKS", False)
+        patch.setattr(zygote, "PREPARE", "")
         yield
 
 

@@ -45,7 +45,7 @@ DIFFS = diffs("docs/editing.md")
 OPTIONS = {'"mine"': "--dataset mine --data_dir .", "noise": "--noise 0.2"}
 # What makes a command short, by a word in it: the options stay, these are put behind them.
 SMALL = "--accelerator cpu --epochs 1 --limit_train_batches 4 --limit_val_batches 2 --width 4"
-SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/test_project.py"}
+SHORT = {"train.py": SMALL, "tensorboard": "--inspect", "pytest": "--collect-only -n 0 tests/project"}
 
 
 def commands(text: str) -> list[str]:

@@ -14,7 +14,7 @@ PAGE = (REPO / "docs" / "upgrades.md").read_text()
 *_, MERGE, RESTORE, DELETE, COPY, RECORD = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 OWN = re.search(r"`(git diff .+?)`", PAGE)[1]
 CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
-PROJECT_TESTS = ("tests/recorded.py", "tests/test_project.py", "tests/zygote.py")
+PROJECT_TESTS = ("tests/project/recorded.py", "tests/project/test_project.py")
 ELEVEN = "2b78df0"  # the last version with eleven Python files side by side
 RANGE = "741f19f"  # the last version whose loop is over a range
 SGD = "torch.optim.SGD(model.parameters(), lr=plan.peak_lr, momentum=0.9, weight_decay=config.weight_decay)"

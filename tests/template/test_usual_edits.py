@@ -19,6 +19,7 @@ from helpers import (
     SMALL,
     assert_same_training,
     call,
+    copy_project_tests,
     diff,
     edited,
     execute,
@@ -207,10 +208,8 @@ def test_without_a_validation_set_the_lowest_training_loss_is_best(tmp_path: Pat
 @pytest.mark.night
 def test_without_a_validation_set_a_project_passes(tmp_path: Path):
     program = edited(NO_VAL, tmp_path / "program")
-    (program / "tests").mkdir()
-    for name in ("test_project.py", "recorded.py", "zygote.py"):
-        shutil.copy(REPO / "tests" / name, program / "tests")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_project.py"]
+    copy_project_tests(program)
+    command = [sys.executable, "-m", "pytest", "tests/project"]
     done = subprocess.run(command, cwd=program, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

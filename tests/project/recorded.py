@@ -1,13 +1,12 @@
 """Runs train.py for test_project.py, and records what no file of a run has.
 
-python tests/recorded.py RECORD WHAT KILL SHIFT --OPTION VALUE ...
+python tests/project/recorded.py RECORD WHAT KILL SHIFT --OPTION VALUE ...
 
 The file RECORD gets a line for each fact: a list in JSON that begins with its kind. `note` writes it, and what calls
-`note` says what the list has. With `modules` for WHAT, the file `modules` beside RECORD gets the checksums of the
-outputs of the modules, and of the gradients; with `samples`, RECORD gets those of the samples of all sets. The process
-is killed when it is about to rename a checkpoint to KILL; a kill from outside might come after the end of so short a
-run. SHIFT is added to the seeds of the validations. With FOLDERS=reversed in the environment, folders list their files
-in the reverse order, as another file system may.
+`note` says what the list has. With `all` for WHAT, it gets more, such as the checksums of the samples of all sets. The
+process is killed when it is about to rename a checkpoint to KILL; a kill from outside might come after the end of so
+short a run. SHIFT is added to the seeds of the validations. With FOLDERS=reversed in the environment, folders list
+their files in the reverse order, as another file system may.
 """
 
 import gc
@@ -18,12 +17,11 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from config import TrainConfig
 from runtime import cli
@@ -34,8 +32,8 @@ CONFIG = cli.parse_or_exit(lambda cls, argv: cli.parse_train(cls, OPTIONS), Trai
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from lightning.fabric import is_wrapped, seed_everything  # noqa: E402
-from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.autograd.function import BackwardCFunction  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 from torch.optim.lr_scheduler import LRScheduler  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
@@ -65,15 +63,18 @@ scandir = os.scandir
 now: dict[str, Any] = {"step": None, "is_validation": False, "number": None, "validations": 0}
 state: dict[str, Any] = {}
 datasets: dict[str, Any] = {}
-built: dict[str, Any] = {}  # the metrics, and the schedulers of torch
-followed: set[int] = set()
+built: dict[str, Any] = {}  # the metrics, the schedulers of torch, and others
+followed: dict[nn.Module, str] = {}  # the modules of `state` and their parts, with their names
 stepped: dict[Optimizer, set[int]] = {}  # the steps of each optimizer, be it in `state` or not
+active: set[Optimizer] = set()  # those of `state` that have had a learning rate above 0
+moved: set[int] = set()  # the parameters that should have changed
 noted: set[tuple] = set()  # by note_once
 NORM = nn.modules.batchnorm._BatchNorm
 DROPOUT = nn.modules.dropout._DropoutNd
 SAME_VALUES = ("View", "UnsafeView", "ToCopy", "Squeeze", "Unsqueeze", "ReshapeAlias", "Clone", "Alias")  # in a graph
+FOLLOWED = (1, 8)  # the steps whose outputs and gradients are noted
 MAX_SAMPLES = 5000  # of a set; of a larger one, evenly spaced
-MAX_NODES = 10_000  # of a graph that is counted
+MAX_NODES = 100_000  # of a graph that is counted
 # Attributes of each module or metric of which nobody asks.
 INTERNAL = {name for name in vars(MeanMetric()) if name.startswith("_")} | set(vars(nn.Module()))
 
@@ -156,10 +157,6 @@ def recorded_loss(model, *arguments, **named):
         if number == 0:  # without the flags, which torchmetrics sets
             found = [each for each in attributes(built["metrics"]) if not isinstance(each[1], bool)]
             note("metrics", now["validations"], {name: checksum(value) for name, value in found})
-    elif number is not None and WHAT == "modules":
-        for value in (model, *arguments, *named.values()):
-            if isinstance(value, nn.Module):
-                follow(value)
     buffers = {name: checksum(buffer) for name, buffer in plain(model).named_buffers()}
     mode = plain(model).training
     with Watched() if now["step"] == 1 and not now["is_validation"] else nullcontext():
@@ -167,6 +164,7 @@ def recorded_loss(model, *arguments, **named):
     with suppress(Exception):  # the template's own message tells of another result
         group = now["validations"] if now["is_validation"] else -(now["step"] or 0)
         note("loss", group, checksum(result[0]["loss"]), given[0])
+        built["loss"] = result[0]["loss"]
     if plain(model).training != mode:
         note_once("mode", not mode)
     changed = [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)]
@@ -182,6 +180,7 @@ def recorded_loss(model, *arguments, **named):
         for value, before in zip(values, given, strict=True)
     ]
     note("inputs", now["step"], number, inputs)
+    built["trained"] = (model, arguments, named)
     note_generators("compute_loss", number)
     if now["step"] in (1, 2):
         note("buffers", changed, of_batch_norm)
@@ -225,14 +224,18 @@ def note_mode(module: nn.Module, arguments: tuple):
     """Before each call of dropout or BatchNorm in training mode: in a validation, or of one that is not in `state`."""
     if not isinstance(module, (NORM, DROPOUT)) or not module.training or not state or now["number"] is None:
         return
-    if module not in built.get("modules", ()):  # of `state`
-        built["modules"] = {each for part in state.values() if isinstance(part, nn.Module) for each in part.modules()}
-    is_known = module in built["modules"]
+    is_known = any(each is module for entry in modules().values() for each in entry.modules())
     if not is_known and (now["is_validation"] or isinstance(module, NORM)):
         note_once("of no entry", type(module).__name__)
     elif not is_known or now["is_validation"]:
         where = "in a validation" if is_known else "and in no module of `state`"
         note_once("training mode", type(module).__name__, where)
+
+
+def note_output(module: nn.Module, arguments: tuple, output: Any):
+    """Of each module in the first step, and in the first one of the resume: the checksum of what it gives."""
+    if module in followed and now["step"] in FOLLOWED and now["number"] is not None and not now["is_validation"]:
+        note("module", now["step"], f"micro-batch {now['number']}, output of {followed[module]}", checksum(output))
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -241,10 +244,10 @@ def plain(module: nn.Module) -> nn.Module:
     return getattr(found, "_orig_mod", found)
 
 
-def graph_of(tensor: Tensor) -> set:
-    """The nodes from which a tensor was computed, as far as there are not too many."""
+def graph_of(*tensors: Tensor) -> set:
+    """The nodes from which tensors were computed, as far as there are not too many."""
     nodes: set = set()
-    todo = [tensor.grad_fn]
+    todo = [tensor.grad_fn for tensor in tensors]
     while todo and len(nodes) < MAX_NODES:
         node = todo.pop()
         if node and node not in nodes:
@@ -253,12 +256,16 @@ def graph_of(tensor: Tensor) -> set:
     return nodes
 
 
+def modules() -> dict[str, nn.Module]:
+    """Those in `state`."""
+    return {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+
+
 def untrained(loss: Tensor) -> list[str]:
     """The parameters in the graph of a loss that are in no module of `state`."""
-    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    trained = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    trained = {id(parameter) for module in modules().values() for parameter in module.parameters()}
     leaves = [node.variable for node in graph_of(loss) if hasattr(node, "variable")]
-    names = {id(value): name for each, module in modules.items() for name, value in attributes(module, each)}
+    names = {id(value): name for name, value in extras().items()}
     return sorted(
         names.get(id(leaf), f"a parameter of the shape {tuple(leaf.shape)}")
         for leaf in leaves
@@ -297,27 +304,36 @@ def leaves(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Any]]:
 def recorded_prepare(self, given: dict, plan: Any):
     prepare(self, given, plan)
     state.update(given)
+    for entry, module in modules().items():
+        followed.update((part, name) for name, part in plain(module).named_modules(prefix=entry))
     built["run"] = self
-    built["first"] = {name: tensors_of(value) for name, value in given.items() if isinstance(value, nn.Module)}
+    built["first"] = {name: checksum(tensor) for name, tensor in named_tensors(given).items()}
 
 
 def recorded_restore(self):
     restore(self)
     state.update(self.state)
-    note_attributes(state, state["step"], self.fabric.global_rank)
+    note_extras(self.fabric.global_rank)
 
 
 def note_step(optimizer: Any, arguments: Any, named: Any):
-    """Before each step of an optimizer: the parameters that have a gradient other than 0, schedulers of torch whose
-    rates are not those of the optimizer, a norm that should have been clipped, and how many graphs are kept."""
-    names = {id(tensor): name for name, tensor in named_tensors(state).items()}
+    """Before each step of an optimizer: schedulers of torch whose rates are not those of the optimizer, a norm that
+    should have been clipped, and the nodes of graphs that are kept beside that of the last loss."""
     parameters = parameters_of(optimizer)
-    having = [names.get(id(each)) for each in parameters if each.grad is not None and each.grad.any()]
+    if now["step"] in FOLLOWED:
+        for name, tensor in named_tensors(state).items():
+            if tensor.grad is not None:
+                note("module", now["step"], f"gradient of {name}", checksum(tensor.grad))
+    for group in optimizer.param_groups:
+        if group["lr"] > 0:
+            moved.update(id(each) for each in group["params"] if each.grad is not None and each.grad.any())
     if "schedulers" not in built:
         built["schedulers"] = [each for each in gc.get_objects() if isinstance(each, LRScheduler)]
     rates = [group["lr"] for group in optimizer.param_groups]
     own = [each for each in built["schedulers"] if getattr(each.optimizer, "optimizer", each.optimizer) is optimizer]
     overridden = [type(each).__name__ for each in own if each.get_last_lr() != rates]
+    if overridden and len(overridden) == len(own):  # one may hold others, and only the outer one has the rates of now
+        note_once("overridden", ", ".join(sorted(overridden)))
     stepped.setdefault(optimizer, set()).add(now["step"])
     limit = getattr(CONFIG, "max_grad_norm", 0)
     gradients = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]
@@ -325,35 +341,30 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
         norm = float(nn.utils.get_total_norm(gradients))
         if norm > 1.01 * limit:
             note("norm", now["step"], norm, limit)
-    if WHAT == "samples":
+    if WHAT == "all":
         gc.collect()
         with_graph = [each for each in gc.get_objects() if type(each) is Tensor and each.grad_fn is not None]
-        note("tensors with a graph", now["step"], len(with_graph))
-    note("stepped", now["step"], having)
-    if overridden and len(overridden) == len(own):  # one may hold others, and only the outer one has the rates of now
-        note_once("overridden", ", ".join(sorted(overridden)))
+        kept = graph_of(*with_graph) - graph_of(built["loss"])
+        having = (named_tensors(state) | extras()).items()
+        note("kept graph", len(kept), [name for name, value in having if getattr(value, "grad_fn", None)])
 
 
-def note_attributes(given: dict, step: int, rank: int):
-    """Of what the modules have beside parameters and buffers the checksums, and the sizes of the graphs from which they
-    were computed."""
-    found = {}
-    for entry, module in given.items():
-        if isinstance(module, nn.Module):
-            buffers = plain(module).named_buffers(prefix=entry)
-            graphs = [each for each in buffers if each[1].grad_fn]
-            for name, value in [*attributes(module, entry), *graphs]:
-                nodes = len(graph_of(value)) if isinstance(value, Tensor) else 0
-                found[name] = [checksum(value), nodes]
-    note("attributes", step, rank, found)
+def extras() -> dict[str, Any]:
+    """What the modules of `state` have beside parameters and buffers."""
+    return dict(each for entry, module in modules().items() for each in attributes(module, entry))
+
+
+def note_extras(rank: int):
+    note("extras", rank, {name: checksum(value) for name, value in extras().items()})
 
 
 def recorded_save(self, *arguments: Any, **named: Any):
     """At each save, of each rank, also the checksums of the plain values of `state`."""
     step = self.state["step"]
     values = {name: checksum(value) for name, value in self.state.items() if not hasattr(value, "state_dict")}
+    active.update(each for each in optimizers().values() if any(group["lr"] > 0 for group in each.param_groups))
     note("state", step, self.fabric.global_rank, values)
-    note_attributes(self.state, step, self.fabric.global_rank)
+    note_extras(self.fabric.global_rank)
     return save(self, *arguments, **named)
 
 
@@ -412,70 +423,44 @@ def note_samples():
         note("samples", name, len(dataset), found)
 
 
-# ---- modules
-
-
-def follow(model: nn.Module):
-    """Records what each module gives in the training steps, and the gradients of that and of the parameters."""
-    if id(model) in followed:
-        return
-    followed.add(id(model))
-    for name, module in model.named_modules():
-        module.register_forward_hook(partial(record_output, plain_name(name)))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(record_gradient, plain_name(name)))
-
-
-def plain_name(name: str) -> str:
-    """The name of a module or a parameter without that of Fabric's wrapper."""
-    return name.removeprefix("_forward_module").removeprefix(".") or "the model"
-
-
-def record_output(name: str, module: nn.Module, arguments: tuple, output: Any):
-    record(f"output of {name}", output)
-    apply_to_collection(output, Tensor, lambda tensor: follow_tensor(name, tensor))
-
-
-def follow_tensor(name: str, tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor.register_hook(lambda gradient: record(f"gradient of the output of {name}", gradient))
-    return tensor
-
-
-def record_gradient(name: str, parameter: Tensor):
-    record(f"gradient of {name}", parameter.grad)
-
-
-def record(what: str, value: Any):
-    if now["number"] is not None and not now["is_validation"]:
-        with open(Path(RECORD).with_name("modules"), "a") as file:
-            file.write(f"step {now['step']}, micro-batch {now['number']}, {what}: {checksum(value)}\n")
-
-
 # ---- at the end of the run
 
 
-def note_optimizers():
-    """The parameters that have a gradient, but are in no optimizer of `state`, and do not change. And the optimizers
-    that are not in it, but train its modules: if they keep something from step to step, or step in place of one."""
-    inside = [getattr(value, "optimizer", value) for value in state.values() if isinstance(value, Optimizer)]
-    trained = {id(each) for optimizer in inside for each in parameters_of(optimizer)}
-    idle = {id(each) for optimizer in inside if optimizer not in stepped for each in parameters_of(optimizer)}
-    same = {f"{entry}.{name}" for entry in built["first"] for name in unchanged(entry)}
-    tensors = named_tensors(state)
-    others = [name for name, each in tensors.items() if id(each) not in trained and name.split(" ")[0] in same]
-    if names := [name for name in others if tensors[name].grad is not None and tensors[name].grad.any()]:
-        note("in no optimizer", ", ".join(names[:5]))
-    groups = [group for optimizer in inside for group in optimizer.param_groups]
+def note_optimizers(tensors: dict, same: set[str]):
+    """Parameters that do not change, though they have a gradient, and are in an optimizer of `state`, or in none. And
+    optimizers that are not in it, but train its modules: if they keep something from step to step, or step in place of
+    one."""
+    known = {id(tensor): name for name, tensor in tensors.items()}
+    inside = optimizers()
+    for entry, optimizer in inside.items():
+        own = parameters_of(optimizer)
+        kept = {known.get(id(each)): each for each in own if known.get(id(each)) in same}
+        lost = [name for name, each in kept.items() if id(each) in moved and each.dtype == torch.float32]
+        if optimizer in active and len(kept) == len(own):
+            note("idle optimizer", entry)
+        elif lost:
+            note("lost", ", ".join(lost[:5]))
+        for name in kept:
+            note("unchanged", name)
+    trained = {id(each) for optimizer in inside.values() for each in parameters_of(optimizer)}
+    others = [name for name in tensors if name in same and id(tensors[name]) not in trained]
+    if found := [name for name in others if tensors[name].grad is not None and tensors[name].grad.any()]:
+        note("in no optimizer", ", ".join(found[:5]))
+    idle = {id(each) for value in inside.values() if value not in stepped for each in parameters_of(value)}
+    groups = [group for optimizer in inside.values() for group in optimizer.param_groups]
     holders = [state, *(getattr(value, "__dict__", {}) for value in state.values())]  # also the parts of one
     for optimizer, steps in stepped.items():
-        own = {id(each) for each in parameters_of(optimizer)}
+        own_ids = {id(each) for each in parameters_of(optimizer)}
         is_part = any(group is other for group in optimizer.param_groups for other in groups)
         is_part = is_part or any(holds(values, optimizer) for values in holders)
-        keeps = optimizer.state and len(steps) > 1 and own & {id(each) for each in tensors.values()}
-        if not is_part and (keeps or own & idle):
+        keeps = optimizer.state and len(steps) > 1 and own_ids & known.keys()
+        if not is_part and (keeps or own_ids & idle):
             note("outside", type(optimizer).__name__)
+
+
+def optimizers() -> dict[str, Any]:
+    """Those in `state`, without Fabric's wrapper."""
+    return {name: getattr(each, "optimizer", each) for name, each in state.items() if isinstance(each, Optimizer)}
 
 
 def parameters_of(optimizer: Any) -> list:
@@ -489,42 +474,67 @@ def holds(values: dict, optimizer: Any) -> bool:
     return any(each is optimizer for each in itertools.chain(values.values(), *lists))
 
 
-def note_state():
+def note_state(tensors: dict, same: set[str]):
     """Schedulers that have made no step; entries with the same parameters; averages whose buffers stay the same, though
     those of the model change."""
-    modules = {name: plain(value) for name, value in state.items() if isinstance(value, nn.Module)}
     for name, value in state.items():
         if isinstance(value, LRScheduler) and value.last_epoch == 0:
             note("idle scheduler", name)
-    for one, other in itertools.combinations(modules, 2):
-        ours, theirs = ({id(each) for each in modules[name].parameters()} for name in (one, other))
-        if ours & theirs:
-            note("shared" if ours == theirs else "partly shared", one, other)
-    for name, module in modules.items():
-        buffers = {plain_name(key) for key, each in module.named_buffers() if each.is_floating_point()}
-        still = unchanged(name)
-        changes = built["first"]["model"].keys() - unchanged("model")
-        if buffers <= still and buffers & changes and built["first"][name].keys() - still:
-            note("still", name, min(buffers & changes))
+    parameters = {entry: {id(each) for each in module.parameters()} for entry, module in modules().items()}
+    for one, other in itertools.combinations(parameters, 2):
+        if parameters[one] & parameters[other]:
+            note("shared" if parameters[one] == parameters[other] else "partly shared", one, other)
+    changing = {name.removeprefix("model.") for name in tensors.keys() - same}
+    for entry in parameters:
+        own = {name for name in tensors if name.startswith(f"{entry}.")}
+        values = {name: tensors[name] for name in own if not isinstance(tensors[name], nn.Parameter)}
+        buffers = {name for name, value in values.items() if value.is_floating_point()}
+        stale = {name.removeprefix(f"{entry}.") for name in buffers & same} & changing
+        if stale and buffers <= same and own - same:
+            note("still", entry, min(stale))
 
 
-def unchanged(entry: str) -> set[str]:
-    """The names of the tensors of a module in `state` that are those of the beginning."""
-    return {name for name, found in tensors_of(state[entry]).items() if found == built["first"][entry].get(name)}
+def note_gradient(*_: Any):
+    """Where an autograd.Function is in the graph, for each parameter: by how much the loss changes along its gradient,
+    divided by what the gradient says. That is 1 if the backward is the derivative of the forward."""
+    model, arguments, named = built["trained"]
+    model.train()
 
+    def loss() -> Tensor:
+        seed_everything(0, verbose=False)
+        return compute_loss(model, *arguments, **named)[0]["loss"]
 
-def tensors_of(module: nn.Module) -> dict:
-    return {plain_name(name): checksum(each) for name, each in plain(module).state_dict().items()}
+    value = loss()
+    functions = {type(node).__name__ for node in graph_of(value) if isinstance(node, BackwardCFunction)}
+    if not functions or CONFIG.precision != "32-true":
+        return
+    parameters = {name: each for name, each in plain(model).named_parameters() if each.requires_grad}
+    gradients = torch.autograd.grad(value, [*parameters.values()], allow_unused=True)
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        if gradient is None or not gradient.any():
+            continue
+        ratios = []
+        for size in (1e-3, 1e-2):  # against rounding, and against the curvature
+            change = size * parameter.detach().norm().clamp(min=0.1) * gradient / gradient.norm()
+            losses = []
+            for sign in (1, -2):
+                parameter.data.add_(change, alpha=sign)
+                losses.append(loss().double())
+            parameter.data.add_(change)
+            ratios.append(float((losses[0] - losses[1]) / (2 * change * gradient).sum()))
+        ratio = min(ratios, key=lambda ratio: abs(ratio - 1))
+        if not 0.5 < ratio < 2:
+            note("gradient", ", ".join(sorted(functions)).replace("Backward", ""), name, ratio)
+            return
 
 
 @torch.no_grad()
-def note_metrics():
+def note_metrics(*_: Any):
     """Whether the metrics get the same, bit for bit, with 20 other weights."""
     model, arguments, named = built["example"]
     generator = torch.Generator().manual_seed(0)
     found = set()
     model.eval()
-    now["step"] = now["number"] = None
     for _ in range(20):
         for each in plain(model).parameters():
             noise = torch.randn(each.shape, generator=generator).to(each)
@@ -540,24 +550,20 @@ def note_metrics():
 # ---- the system
 
 
-class Reversed:
+class Reversed(list, AbstractContextManager):
     """What os.scandir gives, in the reverse order."""
 
     def __init__(self, *arguments: Any):
         with scandir(*arguments) as entries:
-            self.entries = reversed(list(entries))
+            super().__init__(reversed([*entries]))
 
-    def __enter__(self):
-        return self
+    def __next__(self):
+        if not self:
+            raise StopIteration
+        return self.pop(0)
 
     def __exit__(self, *error: Any):
         pass
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self.entries)
 
     def close(self):
         pass
@@ -579,10 +585,13 @@ def kill(event: str, arguments: tuple):
 
 def main(config: TrainConfig) -> int:
     code = train.main(config)
-    if WHAT == "samples":
-        for note_facts in (note_optimizers, note_state, note_metrics):
+    if WHAT == "all":
+        now["step"] = now["number"] = None
+        tensors = named_tensors(state)
+        same = {name for name, tensor in tensors.items() if checksum(tensor) == built["first"].get(name)}
+        for note_facts in (note_optimizers, note_state, note_gradient, note_metrics):
             with suppress(Exception):  # what a project has may be of any kind
-                note_facts()
+                note_facts(tensors, same)
         note_samples()
     return code
 
@@ -606,4 +615,5 @@ if __name__ == "__main__":
     loader.TrainSampler.order = recorded_order  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(note_step)
     nn.modules.module.register_module_forward_pre_hook(note_mode)
+    nn.modules.module.register_module_forward_hook(note_output)
     run_and_exit(main, CONFIG)

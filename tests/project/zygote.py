@@ -3,8 +3,6 @@ torchmetrics, and nothing of the project. The project's own modules are imported
 the script. A fork has its own pid, session, signals, exit code and atexit handlers, as any process. Where an import
 starts a thread, of which a fork would have none, all processes are real ones.
 
-With FORK_RANKS, the other ranks of `--devices N` are forks, too, in place of the processes that Fabric starts.
-
 What it does not show: the imports themselves (their order, time, messages), what an interpreter frees at its end, and
 what differs between two interpreters, such as the order of a set of strings. So a process is a real one
 (`subprocess.Popen`) with --help, with another environment than that of the zygote, and wherever the script is not a
@@ -18,6 +16,7 @@ import importlib.util
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -39,7 +38,7 @@ LATE = (
 )  # fmt: skip
 # Of the zygote: its memory lies in huge pages, where the system has them, so that a fork has fewer to copy.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-FORK_RANKS = False
+PREPARE = ""  # the file of a module whose `prepare(argv, env)` is called in a fork, and gives it its environment
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -103,8 +102,7 @@ class Forked(subprocess.Popen):
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                        shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest) -> None:  # fmt: skip
         ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]  # a process inherits it
-        request = {"argv": args[1:], "cwd": str(cwd or os.getcwd()), "env": env, "ignored": ignored}
-        request["fork_ranks"] = FORK_RANKS
+        request = {"argv": args[1:], "cwd": str(cwd or os.getcwd()), "env": env, "ignored": ignored, "prepare": PREPARE}
         files = enumerate((p2cread, c2pwrite, errwrite))
         self.pid = ZYGOTE.fork(request, [number if file == -1 else file for number, file in files])
         self._child_created = True
@@ -190,7 +188,9 @@ def become(fds: list[int]) -> None:
         other.close()
         request["env"]["ZYGOTE_CHANNEL"] = str(ours.detach())
     argv = request["argv"]
-    env = fork_ranks(argv, request["env"]) if request["fork_ranks"] else request["env"]
+    env = request["env"]
+    if request["prepare"]:
+        env = runpy.run_path(request["prepare"])["prepare"](argv, env)
     os.environ.clear()
     os.environ.update(env)
     time.tzset()
@@ -234,35 +234,3 @@ def end(code: Any) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code or 0)
-
-
-def fork_ranks(argv: list[str], env: dict[str, str]) -> dict[str, str]:
-    """Forks the other ranks of `--devices N` now, before anything of the project is imported. They sleep until Fabric
-    starts them, or until rank 0 has ended. Returns the environment of this process, be it rank 0 or another."""
-    options = dict(zip(argv, argv[1:], strict=False))
-    devices = options.get("--devices", "")
-    waiting: list[tuple[int, int]] = []
-    if not devices.isdigit() or "LOCAL_RANK" in env or options.get("--num_nodes", "1") != "1":
-        return env
-    for _ in range(int(devices) - 1):
-        read, write = os.pipe()
-        pid = os.fork()
-        if not pid:
-            for each in (write, *(other for _, other in waiting)):
-                os.close(each)
-            text = os.read(read, 1 << 16)
-            os.close(read)
-            return json.loads(text) if text else os._exit(0)
-        os.close(read)
-        waiting.append((pid, write))
-
-    class Rank(subprocess.Popen):
-        def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
-            self.pid, write = waiting.pop(0)
-            os.write(write, json.dumps(dict(env)).encode())
-            os.close(write)
-            self._child_created = True
-
-    launcher: Any = sys.modules["lightning.fabric.strategies.launchers.subprocess_script"]
-    launcher.subprocess = type("subprocess", (), {"Popen": Rank})
-    return env

@@ -1,0 +1,90 @@
+"""The runs that the tests share, and the last lines of pytest."""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from programs import KILL, SHOWN, Run, places, small, words
+from settings import SMALL, WORKERS
+
+import config
+from runtime.errors import ConfigError
+from runtime.options import values_of
+
+
+@pytest.fixture(scope="module", params=places(), ids=words)
+def place(request) -> dict[str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def whole(place, tmp_path_factory) -> Run:
+    """A run that was left alone."""
+    return Run.train(tmp_path_factory.mktemp("whole"), small(**place), "all")
+
+
+@pytest.fixture(scope="module")
+def two(place, tmp_path_factory) -> Run:
+    """The run on two processes, whose fresh interpreters have other hashes of strings."""
+    accelerator = (SMALL | place)["accelerator"]
+    if accelerator == "mps" or (accelerator == "cuda" and torch.cuda.device_count() < 2):
+        pytest.skip("two processes need two GPUs")
+    return Run.train(tmp_path_factory.mktemp("two"), small(**{**place, "devices": "2"}), is_fresh=True)
+
+
+@pytest.fixture(scope="module")
+def killed(place, tmp_path_factory) -> Run:
+    """The run on one process, killed in step 10."""
+    return Run.train(tmp_path_factory.mktemp("killed"), small(**place), kill=KILL)
+
+
+@pytest.fixture(scope="module", params=["here", "elsewhere", "on 2 ranks"])
+def where(request) -> str:
+    """Where a run that was killed is resumed."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def resumed(request, where: str, place, tmp_path_factory) -> Run:
+    """The run that was killed, resumed; elsewhere with data workers, by a fresh interpreter with other hashes of
+    strings, in another time zone and folder, and folders list their files in another order; or killed and resumed on
+    two processes."""
+    cwd = tmp_path_factory.mktemp("resumed")
+    if where == "on 2 ranks":
+        request.getfixturevalue("two")  # skips where they cannot be had
+        killed = Run.train(tmp_path_factory.mktemp("killed"), small(**{**place, "devices": "2"}), kill=KILL)
+        return killed.resume(cwd, "--devices 2")
+    killed = request.getfixturevalue("killed")
+    if where == "here":
+        return killed.resume(cwd)
+    start = tmp_path_factory.mktemp("start")
+    workers = f"--num_workers {WORKERS}" if "num_workers" in values_of(config.TrainConfig()) else ""
+    others = {"PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "LC_ALL": "C", "FOLDERS": "reversed"}
+    return killed.resume(cwd, workers, start, is_fresh=True, **others)
+
+
+@pytest.fixture(scope="module")
+def alone(request, where: str) -> Run:
+    """The run on as many processes that was left alone."""
+    return request.getfixturevalue("two" if where == "on 2 ranks" else "whole")
+
+
+@pytest.fixture(scope="module")
+def killed_in(where: str, place) -> str:
+    """The beginning of a line that says what the tests of a resumed run have shown."""
+    return f"{words(place)}: killed in step 10 of 10, resumed after step 7{'' if where == 'here' else f' {where}'}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not SHOWN:
+        return
+    for subject, things in SHOWN.items():
+        terminalreporter.write_line(f"{subject}: {', '.join(things)}")
+    with suppress(ConfigError):  # if a default is not valid
+        known = values_of(config.TrainConfig())
+        if unknown := [name for name in SMALL if name not in known]:
+            terminalreporter.write_line(f"SMALL has options that train.py does not have: {', '.join(unknown)}")
+    if places() == [{}]:
+        devices = " and on this machine's GPU" if torch.cuda.is_available() else ""
+        terminalreporter.write_line(f"not tried: other precisions{devices}, by WHERE=all in the environment")
