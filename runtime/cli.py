@@ -62,7 +62,6 @@ def words_of_launcher() -> list[str]:
 def parse_train(cls: Any, argv: list[str]) -> Any:
     """The config of train.py, of a class with its options. Its `resume` is the path of the run to resume, or None.
     Raises ConfigError."""
-    defaults = cls()  # before a run is read: a mistake in config.py is not one of the run
     from_command = parse(cls, [*words_of_launcher(), *argv])
     given: dict = {}
     for path in from_command.pop("config_path", ()):
@@ -81,7 +80,7 @@ def parse_train(cls: Any, argv: list[str]) -> Any:
     else:
         run_dir = find_run("--resume", name, root_dir) if name else None
     if run_dir is None:
-        return replace(defaults, given)
+        return replace(cls(), given)
     given.pop("root_dir", None)  # was where to look for the run
     if name == "auto":
         given.pop("out_dir", None)  # may be FOLDER/NAME
@@ -132,6 +131,8 @@ def parse_or_exit(parse: Callable, cls: type) -> Any:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which shells set for jobs in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would not end a process that hangs in C code
     try:
+        with errors_of("a default of config.py"):
+            cls()
         return parse(cls, sys.argv[1:])
     except ConfigError as error:
         end(2, str(error))

@@ -1,6 +1,5 @@
 """The runs that the tests share, and the last lines of pytest."""
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +10,11 @@ from settings import SMALL, WORKERS
 import config
 from runtime.errors import ConfigError
 from runtime.options import values_of
+
+try:
+    KNOWN = values_of(config.TrainConfig())
+except ConfigError as error:
+    pytest.exit(f"a default of config.py: {error}", 2)
 
 
 @pytest.fixture(scope="module", params=places(), ids=words)
@@ -59,7 +63,7 @@ def resumed(request, where: str, place, tmp_path_factory) -> Run:
     if where == "here":
         return killed.resume(cwd)
     start = tmp_path_factory.mktemp("start")
-    workers = f"--num_workers {WORKERS}" if "num_workers" in values_of(config.TrainConfig()) else ""
+    workers = f"--num_workers {WORKERS}" if "num_workers" in KNOWN else ""
     others = {"PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "LC_ALL": "C", "FOLDERS": "reversed"}
     return killed.resume(cwd, workers, start, is_fresh=True, **others)
 
@@ -81,10 +85,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     for subject, things in SHOWN.items():
         terminalreporter.write_line(f"{subject}: {', '.join(things)}")
-    with suppress(ConfigError):  # if a default is not valid
-        known = values_of(config.TrainConfig())
-        if unknown := [name for name in SMALL if name not in known]:
-            terminalreporter.write_line(f"SMALL has options that train.py does not have: {', '.join(unknown)}")
+    if unknown := [name for name in SMALL if name not in KNOWN]:
+        terminalreporter.write_line(f"SMALL has options that train.py does not have: {', '.join(unknown)}")
     if places() == [{}]:
         devices = " and on this machine's GPU" if torch.cuda.is_available() else ""
         terminalreporter.write_line(f"not tried: other precisions{devices}, by WHERE=all in the environment")

@@ -206,6 +206,8 @@ def note_input(loss: str, given: Tensor):
         note_once("loss input", loss, "the output of softmax, but takes logits, and computes it itself")
     if loss == "binary_cross_entropy_with_logits" and made_by(given) == "Sigmoid":
         note_once("loss input", loss, "the output of sigmoid, but takes logits, and computes it itself")
+    if loss == "kl_div" and given.max() > 1e-2:
+        note_once("loss input", loss, "what is no log-probability, but above 0: take the logarithm of its input")
     if loss == "nll_loss" and given.grad_fn and not any("Log" in node.name() for node in graph_of(given)):
         total = given.float().logsumexp(dim).abs().max()
         if total > 1e-2:
@@ -306,6 +308,7 @@ def recorded_prepare(self, given: dict, plan: Any):
     state.update(given)
     for entry, module in modules().items():
         followed.update((part, name) for name, part in plain(module).named_modules(prefix=entry))
+    built["rates"] = {each: [group["lr"] for group in each.param_groups] for each in optimizers().values()}
     built["run"] = self
     built["first"] = {name: checksum(tensor) for name, tensor in named_tensors(given).items()}
 
@@ -334,6 +337,9 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
     overridden = [type(each).__name__ for each in own if each.get_last_lr() != rates]
     if overridden and len(overridden) == len(own):  # one may hold others, and only the outer one has the rates of now
         note_once("overridden", ", ".join(sorted(overridden)))
+    factors = [now / then for now, then in zip(rates, built["rates"].get(optimizer, ()), strict=False) if then]
+    if factors and max(factors) > 1.001 * min(factors):
+        note_once("rates", *(", ".join(f"{rate:.3g}" for rate in each) for each in (built["rates"][optimizer], rates)))
     stepped.setdefault(optimizer, set()).add(now["step"])
     limit = getattr(CONFIG, "max_grad_norm", 0)
     gradients = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]
@@ -475,16 +481,23 @@ def holds(values: dict, optimizer: Any) -> bool:
 
 
 def note_state(tensors: dict, same: set[str]):
-    """Schedulers that have made no step; entries with the same parameters; averages whose buffers stay the same, though
-    those of the model change."""
+    """Schedulers that have made no step; weights and metrics of another dtype than that of --precision; entries with
+    the same parameters; averages whose buffers stay the same, though those of the model change."""
     for name, value in state.items():
         if isinstance(value, LRScheduler) and value.last_epoch == 0:
             note("idle scheduler", name)
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(CONFIG.precision, torch.float32)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != dtype:
+            note("dtype", name, str(tensor.dtype), CONFIG.precision)
+    for name, value in attributes(built["metrics"]):
+        if getattr(value, "dtype", None) in (torch.float16, torch.bfloat16):
+            note("dtype", name, str(value.dtype), CONFIG.precision)
     parameters = {entry: {id(each) for each in module.parameters()} for entry, module in modules().items()}
     for one, other in itertools.combinations(parameters, 2):
         if parameters[one] & parameters[other]:
             note("shared" if parameters[one] == parameters[other] else "partly shared", one, other)
-    changing = {name.removeprefix("model.") for name in tensors.keys() - same}
+    changing = {name.partition(".")[2] for name in tensors.keys() - same}
     for entry in parameters:
         own = {name for name in tensors if name.startswith(f"{entry}.")}
         values = {name: tensors[name] for name in own if not isinstance(tensors[name], nn.Parameter)}

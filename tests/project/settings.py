@@ -50,4 +50,4 @@ RANDOM_TOLERANCE = 10
 BY_BATCH: set[str] = set()  # such as {"val/loss"}
 SHARED_SAMPLES = 0.01  # the share of the samples of a set that may be in another set, too
 WORKERS = "2"  # data workers of one of the resumes; 0 where a dataset cannot have any
-HANGS = 60  # seconds without work, after which a process is taken to hang
+HANGS = 60  # seconds with hardly any work, after which a process is taken to hang

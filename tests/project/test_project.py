@@ -220,7 +220,9 @@ BEWARE = {
     "training mode": "{} is in training mode {}",
     "partly shared": "state[{!r}] and state[{!r}] have parameters in common",
     "idle scheduler": "state[{!r}] has made no step",
-    "still": "state[{!r}] changes, but not its buffer {}, as that of the model does",
+    "rates": "an optimizer was built with the rates {}, and steps with {}, in another ratio",
+    "dtype": "{} is of {}, with --precision {}",
+    "still": "state[{!r}] changes, but not its buffer {}, as that of another model does",
     "gradient": "the backward of {} is not the derivative of its forward (on purpose, as in a straight-through "
     "estimator?): along the gradient of {} the loss changes {:.2g} times as much as that says",
     "random without augmentation": "the samples of {!r} are random with augment=False, too",
@@ -252,7 +254,7 @@ def test_what_may_be_a_mistake_is_said(whole: Run, place):
             shown("beware", f"{name} is the same in all steps")
     code = whole.source()
     for name in values_of(config.TrainConfig()):
-        if not re.search(rf"\.{name.rpartition('.')[2]}\b", code):
+        if not re.search(rf"(?<!\bself)\.{name.rpartition('.')[2]}\b", code):
             shown("beware", f"no code reads --{name}")
 
 
@@ -419,6 +421,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
                     f"{changed or ' If it is meant to, put it into BY_BATCH.'}{random_sets(whole)}"
                 )
             shown(f"{words(place)}: 2 processes, random validation", f"{name} as far as {ratio:.1g} times another seed")
+            shown("beware", f"{name} depends on random numbers, as with dropout in a validation")
             continue
         more = "" if name != config_file.read_config(config.TrainConfig, whole.folder).monitor else MONITOR
         difference = assert_close(
@@ -478,8 +481,11 @@ def test_the_finished_run_is_evaluated(whole: Run, place):
     if has_no_samples(whole, "test"):
         return
     run(f"test.py {small(config.EvalConfig, out_dir=whole.folder.name, **place)}", whole.folder.parent)
-    (report,) = whole.folder.glob("test_*.json")
-    assert json.loads(report.read_text())["num_samples"] > 0
+    (path,) = whole.folder.glob("test_*.json")
+    found = json.loads(path.read_text())["num_samples"]
+    (size,) = [size for name, size, _ in whole.facts("samples") if name == "test"]
+    if found != size:
+        shown("beware", f"test.py evaluates {found} samples, 'test' has {size}")
 
 
 def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Path):

@@ -1,97 +1,217 @@
-"""The places of the programs that tests edit, by name. Where a change of the programs moves one, this file follows it,
-and no test changes: a test says what it edits, not what the text around it is."""
+"""Edits of copies of the programs. A test names the statement or expression that it edits. It is found by its syntax
+tree, so variables may have other names than here; the code of the test, which has those of here, then gets them."""
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import textwrap
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import config
 
 REPO = Path(__file__).resolve().parents[2]
 
-OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"
-SET_LR = "set_lr(optimizer, schedule(config, plan, step))  # times the rates that the optimizer was built with"
-
-# name: (file, text that stands there once). A text that ends with a newline is a whole line.
+# name: (file, function or class, the code that stands there once). `...` is whatever is there. Code that ends within a
+# call is as long as what is given.
 POINTS = {
     # ---- train.py
-    "functions": ("train.py", "def build_model("),
-    "image shape": ("train.py", "image, _ = dataset[0]"),
-    "use of dropout": ("train.py", "config.width, config.dropout)"),
-    "model": ("train.py", "    return Model("),
-    "batch": ("train.py", "    images, targets = batch\n"),
-    "logits": ("train.py", "logits = model(images)"),
-    "values": ("train.py", '{"loss": F.cross_entropy(logits, targets)}'),
-    "outputs": ("train.py", "(logits, targets)\n"),
-    "build_metrics": ("train.py", "def build_metrics("),
-    "accuracy": ("train.py", 'average="micro"'),
-    "metrics": ("train.py", '{"accuracy": accuracy}'),
-    "collection": ("train.py", 'MetricCollection({"accuracy": accuracy}, compute_groups=False)'),
-    "train": ("train.py", "def train("),
-    "set up model": ("train.py", "    model = fabric.setup_module(model)\n"),
-    "optimizer": ("train.py", OPTIMIZER),
-    "set up optimizer": ("train.py", "fabric.setup_optimizers(optimizer)"),
-    "set-up is done": ("train.py", "    metrics = build_metrics(config, train_set).to(fabric.device)\n"),
-    "state": ("train.py", '        "step": 0,\n'),
-    "state is there": (
-        "train.py",
-        "    run.restore()\n",
-    ),
-    "state is built": ("train.py", "    run.prepare(state, plan)\n"),
-    "loop begins": ("train.py", "    for step in run.steps():"),
-    "learning rate": ("train.py", f"        {SET_LR}\n"),
-    "backward": ("train.py", 'fabric.backward(values["loss"] / plan.grad_accum_steps)'),
-    "micro-batch is done": ("train.py", "                means.add(values)\n"),
-    "optimizer steps": ("train.py", "        optimizer.step()\n"),
-    "step is done": ("train.py", '        state["step"] = step\n'),
-    "validation": ("train.py", "            results = validate(fabric, config, model, val_loader, metrics)\n"),
-    "row is logged": ("train.py", "            run.log(row)\n"),
-    "step begins": ("train.py", "        optimizer.zero_grad()\n"),
-    "gradients are unscaled": ("train.py", "        unscale_gradients(fabric, optimizer)\n"),
-    "run is finished": ("train.py", "    return run.finish()\n"),
+    "functions": ("train.py", "", "def build_model("),
+    "image shape": ("train.py", "build_model", "image, _ = dataset[0]"),
+    "use of dropout": ("train.py", "build_model", "config.dropout"),
+    "model": ("train.py", "build_model", "return Model("),
+    "batch": ("train.py", "compute_loss", "images, targets = batch"),
+    "logits": ("train.py", "compute_loss", "logits = model(images)"),
+    "values": ("train.py", "compute_loss", '{"loss": F.cross_entropy(logits, targets)}'),
+    "count": ("train.py", "compute_loss", "len(targets)"),
+    "outputs": ("train.py", "compute_loss", "(logits, targets)"),
+    "build_metrics": ("train.py", "", "def build_metrics("),
+    "accuracy": ("train.py", "build_metrics", 'average="micro"'),
+    "metrics": ("train.py", "build_metrics", '{"accuracy": accuracy}'),
+    "collection": ("train.py", "build_metrics", "MetricCollection(...)"),
+    "train": ("train.py", "", "def train("),
+    "set up model": ("train.py", "train", "model = fabric.setup_module(model)"),
+    "optimizer": ("train.py", "train", "torch.optim.AdamW(model.parameters(), ..., lr=plan.peak_lr)"),
+    "set up optimizer": ("train.py", "train", "fabric.setup_optimizers(optimizer)"),
+    "set-up is done": ("train.py", "train", "metrics = build_metrics(config, train_set).to(fabric.device)"),
+    "state": ("train.py", "train", '"step": 0'),
+    "state is there": ("train.py", "train", "run.restore()"),
+    "state is built": ("train.py", "train", "run.prepare(state, plan)"),
+    "loop begins": ("train.py", "train", "for step in run.steps(): ..."),
+    "learning rate": ("train.py", "train", "set_lr(optimizer, schedule(config, plan, step))"),
+    "backward": ("train.py", "train", 'fabric.backward(values["loss"] / plan.grad_accum_steps)'),
+    "micro-batch is done": ("train.py", "train", "means.add(values)"),
+    "optimizer steps": ("train.py", "train", "optimizer.step()"),
+    "step is done": ("train.py", "train", 'state["step"] = step'),
+    "validation": ("train.py", "report", "results = validate(fabric, config, model, val_loader, metrics)"),
+    "row is logged": ("train.py", "report", "run.log(row)"),
+    "step begins": ("train.py", "train", "optimizer.zero_grad()"),
+    "gradients are unscaled": ("train.py", "train", "unscale_gradients(fabric, optimizer)"),
+    "run is finished": ("train.py", "train", "return run.finish()"),
     # ---- data.py
-    "build_datasets": ("data.py", "def build_datasets("),
-    "digits": ("data.py", "    from sklearn.datasets import load_digits\n"),
-    "target tensor line": ("data.py", "    targets = torch.tensor(targets, dtype=torch.int64)\n"),
-    "target tensor": ("data.py", "torch.tensor(targets,"),
-    "split": ("data.py", "    train, val, test = np.split("),
-    "statistics": ("data.py", "    std, mean = torch.std_mean(images[train])\n"),
-    "training images": ("data.py", "ImageDataset(images[train]"),
-    "shift": ("data.py", "shift=1 if augment else 0"),
-    "validation images": ("data.py", "ImageDataset(images[val]"),
-    "permutation": ("data.py", "np.random.default_rng(0)"),
-    "num_classes": ("data.py", "self.num_classes = num_classes"),
-    "length": ("data.py", "return len(self.targets)"),
-    "fetch": ("data.py", "        index = torch.as_tensor(indices)\n"),
-    "order": ("runtime/loader.py", "{self.seed} {epoch}"),
-    "to device": ("runtime/loader.py", "map(self.fabric.to_device, batches)"),
+    "build_datasets": ("data.py", "", "def build_datasets("),
+    "digits": ("data.py", "build_datasets", "from sklearn.datasets import load_digits"),
+    "target tensor line": ("data.py", "build_datasets", "targets = torch.tensor(targets, dtype=torch.int64)"),
+    "target tensor": ("data.py", "build_datasets", "torch.tensor(targets,"),
+    "split": ("data.py", "build_datasets", "train, val, test = np.split(...)"),
+    "statistics": ("data.py", "build_datasets", "std, mean = torch.std_mean(images[train])"),
+    "training images": ("data.py", "build_datasets", "ImageDataset(images[train]"),
+    "shift": ("data.py", "build_datasets", "shift=1 if augment else 0"),
+    "validation images": ("data.py", "build_datasets", "ImageDataset(images[val]"),
+    "permutation": ("data.py", "build_datasets", "np.random.default_rng(0)"),
+    "num_classes": ("data.py", "ImageDataset", "self.num_classes = num_classes"),
+    "length": ("data.py", "ImageDataset", "return len(self.targets)"),
+    "length of data": ("data.py", "ImageDataset", "def __len__("),
+    "fetch": ("data.py", "__getitems__", "index = torch.as_tensor(indices)"),
+    "to device": ("runtime/loader.py", "", "map(self.fabric.to_device, batches)"),
     # ---- config.py, model.py
-    "dropout option": (
-        "config.py",
-        "    dropout: float = non_negative(0.25, below=1, fixed=True)  "
-        "# Probability of dropping a feature before the last layer\n",
-    ),
-    "options": ("config.py", '    dataset: Literal["digits"]'),
-    "layers": ("model.py", "        self.layers = nn.Sequential(\n"),
-    "first layer": ("model.py", "nn.Conv2d(channels, width, 3, padding=1),\n"),
-    "last layer": ("model.py", "nn.Linear(2 * width"),
-    "forward": ("model.py", "        return self.layers(images)\n"),
+    "dropout option": ("config.py", "", "dropout: float = ..."),
+    "options": ("config.py", "", 'dataset: Literal["digits"] = ...'),
+    "layers": ("model.py", "Model", "self.layers = nn.Sequential(...)"),
+    "first layer": ("model.py", "Model", "nn.Conv2d(channels, width, 3, padding=1)"),
+    "last layer": ("model.py", "Model", "nn.Linear(...)"),
+    "forward": ("model.py", "forward", "return self.layers(images)"),
     # ---- what only tests of the template edit
-    "Fabric": ("runtime/launch.py", "        fabric = Fabric(**options)\n"),
-    "next batch": ("runtime/meters.py", "        batch = next(batches)\n"),
-    "format": ("runtime/checkpoints.py", "FORMAT = 5"),
-    "checkpoint is chosen": ("runtime/checkpoints.py", "    damaged = []\n"),
-    "checkpoint is written": ("runtime/rundir.py", "        checkpoints.save(path, contents)\n"),
-    "run ends": (
-        "runtime/rundir.py",
-        '        if error and not self.config.fast_run and any(self.path.glob("checkpoints/*.ckpt")):\n',
-    ),
-    "final weights": ("runtime/rundir.py", "            torch.save(with_tensors(Tensor.cpu, weights), file)\n"),
+    "Fabric": ("runtime/launch.py", "", "fabric = Fabric(**options)"),
+    "next batch": ("runtime/meters.py", "", "batch = next(batches)"),
+    "format": ("runtime/checkpoints.py", "", "FORMAT = ..."),
+    "checkpoint is chosen": ("runtime/checkpoints.py", "", "damaged = []"),
+    "checkpoint is written": ("runtime/rundir.py", "", "checkpoints.save(path, contents)"),
+    "run ends": ("runtime/rundir.py", "", "if error and ...: ..."),
+    "final weights": ("runtime/rundir.py", "", "torch.save(with_tensors(Tensor.cpu, weights), file)"),
 }
+
+
+class Place(NamedTuple):
+    """Where a piece of code stands in a file."""
+
+    start: int
+    end: int
+    names: dict[str, str]  # of the variables that are called otherwise there
+
+
+def place_of(text: str, where: str, code: str) -> Place:
+    """Finds the one place of a piece of code in a function or class of a file; of several, that with the fewest other
+    names of variables."""
+    pattern = pattern_of(code)
+    found = []
+    for node in (node for scope in scopes_of(text, where) for node in ast.walk(scope)):
+        entries = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
+        for parts in ((node,), *entries):
+            names: dict[str, str] = {}
+            if len(parts) == len(pattern) and all(same(*pair, names) for pair in zip(pattern, parts, strict=True)):
+                others = {here: there for here, there in names.items() if here != there}
+                found.append(Place(offset(text, parts[0]), end_of(text, code, pattern[-1], parts[-1]), others))
+    fewest = min((len(place.names) for place in found), default=0)
+    best = [place for place in found if len(place.names) == fewest]
+    assert len(best) == 1, f"{len(best)} times in {where or 'the file'}: {code}"
+    return best[0]
+
+
+@cache
+def pattern_of(code: str) -> tuple[Any, ...]:
+    """The tree of a piece of code; of an entry of a dict, those of the key and the value."""
+    if re.match(r'"\w+": ', code):
+        entry: Any = ast.parse(f"{{{code}}}", mode="eval").body
+        return entry.keys[0], entry.values[0]
+    if re.match(r"\w+=[^=]", code):
+        call: Any = ast.parse(f"f({code})", mode="eval").body
+        return (call.keywords[0],)
+    if code.startswith("def "):
+        code += "): ..."
+    elif is_open(code):
+        code += "...)" if code[-1] in "(," else ", ...)"
+    (statement,) = ast.parse(code).body
+    return (statement.value if isinstance(statement, ast.Expr) else statement,)
+
+
+def is_open(code: str) -> bool:
+    return code.count("(") > code.count(")")
+
+
+def scopes_of(text: str, where: str) -> list[ast.AST]:
+    """The functions or classes of a name; for no name, the file."""
+    tree = ast.parse(text)
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == where] if where else [tree]
+
+
+def same(pattern: Any, node: Any, names: dict[str, str]) -> bool:
+    """Whether a tree is that of a pattern, but for the names of variables, which `names` gets."""
+    if is_anything(pattern):
+        return True
+    if isinstance(pattern, list):
+        if pattern and is_anything(pattern[-1]):
+            pattern, node = pattern[:-1], node[: len(pattern) - 1]
+        return len(pattern) == len(node) and all(same(*pair, names) for pair in zip(pattern, node, strict=True))
+    if not isinstance(pattern, ast.AST):
+        return pattern == node
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.FunctionDef):
+        return pattern.name == node.name
+    if isinstance(pattern, ast.Name):
+        return names.setdefault(pattern.id, node.id) == node.id
+    given = set(pattern._fields) - {"ctx", "annotation"}
+    if isinstance(pattern, ast.Call) and pattern.args and is_anything(pattern.args[-1]):
+        known = {each.arg: each.value for each in node.keywords}
+        if not all(same(each.value, known.get(each.arg), names) for each in pattern.keywords):
+            return False
+        given.remove("keywords")
+    return all(same(getattr(pattern, name), getattr(node, name), names) for name in given)
+
+
+def is_anything(pattern: Any) -> bool:
+    """Whether it is `...`, as an expression or as a body."""
+    pattern = pattern[0] if isinstance(pattern, list) and len(pattern) == 1 else pattern
+    pattern = pattern.value if isinstance(pattern, ast.Expr) else pattern
+    return isinstance(pattern, ast.Constant) and pattern.value is ...
+
+
+def offset(text: str, node: Any, is_end: bool = False) -> int:
+    line, column = (node.end_lineno, node.end_col_offset) if is_end else (node.lineno, node.col_offset)
+    lines = text.splitlines(keepends=True)
+    return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+
+def end_of(text: str, code: str, pattern: Any, node: Any) -> int:
+    """The end of a piece of code, which may be in the middle of a call."""
+    if not is_open(code):
+        return offset(text, node, is_end=True)
+    if isinstance(node, ast.FunctionDef):
+        return text.index("(", offset(text, node)) + 1
+    call, given = (each.value if isinstance(each, ast.Return) else each for each in (node, pattern))
+    num_given = len(given.args) - 1
+    if not num_given:
+        return text.index("(", offset(text, call.func, is_end=True)) + 1
+    end = offset(text, call.args[num_given - 1], is_end=True)
+    return text.index(",", end) + 1 if code[-1] == "," else end
+
+
+@cache
+def names_in(name: str, where: str) -> dict[str, str]:
+    """The variables of a function that are called otherwise than in the points above."""
+    text = (REPO / name).read_text()
+    found: dict[str, str] = {}
+    for file, scope, code in POINTS.values():
+        if file == name and scope in (where, "train" if where == "report" else where):
+            found |= place_of(text, scope, code).names
+    return found
+
+
+def renamed(code: str, names: dict[str, str]) -> str:
+    """Code of a test with the names that the variables have; not those of arguments, attributes and entries."""
+    for here, there in names.items():
+        code = re.sub(rf"(?<![\w.\"']){here}\b(?![\"']|=[^=])", there, code)
+    return code
+
+
+# ---- edit it
 
 
 def copy_programs(folder: Path) -> Path:
@@ -102,6 +222,77 @@ def copy_programs(folder: Path) -> Path:
         if not copy.exists():
             shutil.copy(path, copy)
     return folder
+
+
+def replace(program: Path, point: str | tuple[str, str, str], code: str) -> Path:
+    """Puts code in place of that at an edit point, in a copy of the programs, which is made if it is not there. A point
+    of a test's own is a file, a function or class, and the code there. What ends with a newline is whole lines, and so
+    is nothing."""
+
+    def change(text: str, start: int, end: int, code: str) -> str:
+        first, last = lines_of(text, start, end)
+        if (code == "" or code.endswith("\n")) and re.fullmatch(r" *", text[first:start]) and is_rest(text[end:last]):
+            return text[:first] + code + text[last:]
+        if text[end] == ",":
+            code = code.removesuffix(",\n")
+        return text[:start] + code.removesuffix("\n").lstrip(" ") + text[end:]
+
+    return changed(program, point, code, change)
+
+
+def insert_before(program: Path, point: str | tuple[str, str, str], code: str) -> Path:
+    """Puts lines of code before those at an edit point, as deep as these are."""
+
+    def change(text: str, start: int, end: int, code: str) -> str:
+        first, _ = lines_of(text, start, end)
+        return text[:first] + indented(code, text[first:]) + text[first:]
+
+    return changed(program, point, code, change)
+
+
+def insert_after(program: Path, point: str | tuple[str, str, str], code: str) -> Path:
+    """Puts lines of code after the one at an edit point, as deep as that is."""
+
+    def change(text: str, start: int, end: int, code: str) -> str:
+        first, last = lines_of(text, start, end)
+        return text[:last] + indented(code, text[first:]) + text[last:]
+
+    return changed(program, point, code, change)
+
+
+def changed(program: Path, point: str | tuple[str, str, str], code: str, change: Callable) -> Path:
+    name, where, pattern = POINTS[point] if isinstance(point, str) else point
+    path = copy_programs(program) / name
+    text = path.read_text()
+    start, end, _ = place_of(text, where, pattern)
+    path.write_text(change(text, start, end, renamed(code, names_in(name, where))))
+    return program
+
+
+def lines_of(text: str, start: int, end: int) -> tuple[int, int]:
+    """Where the lines of a piece of code begin and end."""
+    return text.rfind("\n", 0, start) + 1, text.index("\n", end) + 1
+
+
+def is_rest(text: str) -> bool:
+    """Whether it is a comment at most, after a comma."""
+    return re.fullmatch(r",? *(#.*)?\n", text) is not None
+
+
+def indented(code: str, line: str) -> str:
+    margin = line[: len(line) - len(line.lstrip(" "))]
+    return textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", margin)
+
+
+def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
+    """Puts texts in place of others in a file of a program."""
+    path = copy_programs(program) / name
+    text = path.read_text()
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return program
 
 
 def apply(change: str, folder: Path) -> Path:
@@ -129,27 +320,6 @@ def make_as_shown(edit: str, folder: Path) -> Path:
     return folder
 
 
-def replace(program: Path, point: str, text: str) -> Path:
-    """Puts a text in place of the one at an edit point, in a copy of the programs, which is made if it is not there."""
-    name, old = POINTS[point]
-    path = copy_programs(program) / name
-    content = path.read_text()
-    assert content.count(old) == 1, f"{point}: {name} has this {content.count(old)} times: {old}"
-    path.write_text(content.replace(old, text))
-    return program
-
-
-def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
-    """Puts texts in place of others in a file of a program."""
-    path = copy_programs(program) / name
-    text = path.read_text()
-    for old, new in pairs:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    path.write_text(text)
-    return program
-
-
 # The options that a user deletes or replaces: the file that defines them, and those that use them, are all edited.
 OF_DATA, OF_OPTIMIZATION = ([each.name for each in fields(group)] for group in (config.Data, config.Optimization))
 
@@ -161,19 +331,3 @@ def without_own_options(program: Path, names: list[str]) -> Path:
         text = re.sub(rf"^(?:    #.*\n)*    ({'|'.join(names)}): .*\n", "", path.read_text(), flags=re.MULTILINE)
         path.write_text(re.sub(rf"\bconfig\.({'|'.join(names)})\b", lambda used: repr(defaults[used[1]]), text))
     return program
-
-
-def insert_before(program: Path, point: str, code: str) -> Path:
-    """Puts lines of code before those at an edit point, as deep as these are."""
-    return replace(program, point, indented(code, point) + POINTS[point][1])
-
-
-def insert_after(program: Path, point: str, code: str) -> Path:
-    """Puts lines of code after the one at an edit point, as deep as that is."""
-    return replace(program, point, POINTS[point][1] + indented(code, point))
-
-
-def indented(code: str, point: str) -> str:
-    text = POINTS[point][1]
-    margin = text[: len(text) - len(text.lstrip())]
-    return textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", margin)

@@ -358,7 +358,7 @@ def test_a_trained_tensor_of_state_that_is_in_no_module_is_refused_before_anythi
     assert IN_NO_MODULE in refused(f"{program}/train.py {SMALL}", cwd)
 
 
-TOO_EARLY = f"{POINTS['backward'][1]}; optimizer.step(); optimizer.zero_grad()"
+TOO_EARLY = f"{POINTS['backward'][2]}; optimizer.step(); optimizer.zero_grad()"
 
 
 @pytest.mark.parametrize("options, code", [("", "pass"), (ON_2, "pass"), ("--fast_run", "pass"), ("", TOO_EARLY)])

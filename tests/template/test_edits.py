@@ -49,7 +49,7 @@ def test_a_dataset_of_files_without_a_data_dir_is_told_in_one_line(program: Path
 def test_an_option_that_was_deleted_does_not_make_old_runs_unreadable(program: Path, cwd: Path):
     call(f"train.py {SMALL} --epochs 1", cwd)
     replace(program, "dropout option", "")
-    replace(program, "use of dropout", "config.width)")
+    replace(program, "use of dropout", "0.25")
     done = call(f"{program}/train.py --resume auto --epochs 2", cwd)
     assert "finished after 8 of 8" in done.stdout
     assert "on 380 test samples" in call(f"{program}/test.py --accelerator cpu", cwd).stdout
@@ -87,7 +87,7 @@ def assert_traceback(error: str, program: Path, place: str, words: str | tuple) 
 @pytest.mark.parametrize(
     "point, text, place, words",
     [
-        ("last layer", "nn.Linear(3 * width", "return self.layers(images)", SHAPES),
+        ("last layer", "nn.Linear(3 * width, num_classes)", "return self.layers(images)", SHAPES),
         ("num_classes", "self.classes = num_classes", "return Model(", "AttributeError: "),
         ("target tensor", "5 + torch.tensor(targets,", "F.cross_entropy(logits, targets)", "IndexError: Target "),
         ("target tensor", "0.5 * torch.tensor(targets,", "F.cross_entropy(logits, targets)", "RuntimeError: expected "),
@@ -108,7 +108,7 @@ def test_a_mistake_is_told_with_its_place_and_leaves_nothing_behind(
 
 
 def test_a_mistake_is_told_by_the_rank_that_finds_it(program: Path, cwd: Path):
-    replace(program, "last layer", "nn.Linear(3 * width")
+    replace(program, "last layer", "nn.Linear(3 * width, num_classes)")
     error = refused(f"{program}/train.py {SMALL} {ON_2}", cwd)
     first, *_, last = error.splitlines()
     assert re.fullmatch(r"rank [01]: Traceback \(most recent call last\):", first) and last.startswith(SHAPES)
@@ -222,7 +222,7 @@ def test_a_validation_with_gradients_is_the_same(program: Path, cwd: Path):
     replace(
         program,
         "logits",
-        f"{POINTS['logits'][1]}\n    torch.autograd.grad(logits.sum(), [*model.parameters()], retain_graph=True)",
+        f"{POINTS['logits'][2]}\n    torch.autograd.grad(logits.sum(), [*model.parameters()], retain_graph=True)",
     )
     call(f"{program}/train.py {SMALL}", cwd)
 
@@ -325,7 +325,7 @@ NO_VALIDATION = "--limit_val_batches 0 --monitor train/loss --monitor_mode min"
 def test_a_backward_pass_mistake_leaves_nothing_behind(options: str, fails_backward: Path, cwd: Path):
     """The first step makes the run directory after its backward passes."""
     error = refused(f"{fails_backward}/train.py {SMALL} {options}", cwd)
-    assert_traceback(error, fails_backward, POINTS["backward"][1], "ZeroDivisionError: in the backward pass")
+    assert_traceback(error, fails_backward, POINTS["backward"][2], "ZeroDivisionError: in the backward pass")
     assert 'raise ZeroDivisionError("in the backward pass")' in error
 
 

@@ -416,7 +416,7 @@ def test_a_checkpoint_of_another_run_is_evaluated_with_its_own_config(finished: 
 
 @pytest.mark.parametrize("checkpoint", ["best", "last"])
 def test_a_model_that_has_changed_since_is_refused_in_one_line(checkpoint: str, folder: Path, tmp_path: Path):
-    program = replace(tmp_path / "program", "last layer", "nn.Linear(3 * width")
+    program = replace(tmp_path / "program", "last layer", "nn.Linear(3 * width, num_classes)")
     error = call(f"{program}/test.py --accelerator cpu --checkpoint {checkpoint}", tmp_path, code=2).stderr
     assert error.startswith(f"test.py: error: --checkpoint {checkpoint}: ") and error.count("\n") == 1
 

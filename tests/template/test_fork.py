@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import replace
+from edits import insert_before, replace
 from helpers import (
     LONG,
     MEASURED,
@@ -265,7 +265,7 @@ def test_a_decay_branch_falls_from_its_first_step_on(tmp_path, parent):
 
 
 def test_data_of_another_size_fit_if_an_option_of_the_model_or_the_data_changes(parent, tmp_path, program):
-    replace(program, "split", "    order = order[:1400]\n    train, val, test = np.split(")
+    insert_before(program, "split", "order = order[:1400]")
     fork(parent / STEP_8, tmp_path, "--epochs 6 --base_lr 1e-3")
     refused = start("train.py --resume fork", tmp_path, program)
     assert "samples, but had" in refused.communicate()[1] and refused.returncode == 2

@@ -80,7 +80,7 @@ def test_a_checkpoint_has_the_config(trained):
 
 
 def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited, copy, tmp_path):
-    replace(edited, "use of dropout", "config.width, 0.0)")
+    replace(edited, "use of dropout", "0.0")
     (edited / "parts" / "deep" / "blocks.py").write_text("SCALE = 2\n")
     (edited / "make_data.py").write_text("SCALE = 2\n")
     changed = "changed since: train.py, parts/deep/blocks.py\n"

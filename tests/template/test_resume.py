@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from edits import insert_after, insert_before, replace
+from edits import insert_after, insert_before, with_text
 from helpers import (
     LONG,
     ON_2,
@@ -198,7 +198,8 @@ if step % plan.steps_per_epoch == 0:
 
 def test_an_order_that_depends_on_the_training_is_resumed(whole, tmp_path):
     """A curriculum: the order of an epoch depends on the weights at its start. Workers do not run ahead of it."""
-    repo = replace(tmp_path / "repo", "order", "{self.seed} {epoch}{self.progress}")
+    of_progress = ("{self.seed} {epoch}", "{self.seed} {epoch}{self.progress}")
+    repo = with_text(tmp_path / "repo", "runtime/loader.py", of_progress)
     insert_before(repo, "state", '"progress": "",')
     insert_before(repo, "loop begins", 'sampler.progress = state["progress"]')
     insert_after(repo, "step is done", NEW_PROGRESS)

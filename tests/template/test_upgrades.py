@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from edits import POINTS, apply, copy_programs, replace, with_text
+from edits import apply, copy_programs, replace, with_text
 from helpers import REPO, call, diffs
 
 PAGE = (REPO / "docs" / "upgrades.md").read_text()
@@ -16,10 +16,11 @@ OWN = re.search(r"`(git diff .+?)`", PAGE)[1]
 CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
 ELEVEN = "2b78df0"  # the last version with eleven Python files side by side
 RANGE = "741f19f"  # the last version whose loop is over a range
+ADAMW = "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"
 SGD = "torch.optim.SGD(model.parameters(), lr=plan.peak_lr, momentum=0.9, weight_decay=config.weight_decay)"
 # Edits of these versions in lines that have changed since, made again.
 AGAIN = {
-    "train.py": [(POINTS["optimizer"][1], SGD)],
+    "train.py": [(ADAMW, SGD)],
     "config.py": [
         ('["digits"]', '["digits", "mine"]'),
         ("    dropout: float", "    noise: float = 0.1\n    dropout: float"),
