@@ -69,7 +69,7 @@ def resumed(request, where: str, place, tmp_path_factory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def alone(request, where: str) -> Run:
+def alone(request, where: str, place) -> Run:
     """The run on as many processes that was left alone."""
     return request.getfixturevalue("two" if where == "on 2 ranks" else "whole")
 

@@ -26,7 +26,7 @@ from runtime.options import values_of
 
 REPO = Path(__file__).resolve().parents[2]
 KILL = "step-00000010.ckpt"  # a run that is to be killed does not write it any more
-SHOWN: dict[str, list[str]] = {}
+SHOWN: dict[str, dict[str, None]] = {}  # in order
 
 
 # ---- start them
@@ -64,12 +64,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "LT_", "SLURM_"))}
 
 
-def run(command: str, cwd: Path, code: int = 0, is_fresh: bool = False, **env: str) -> subprocess.CompletedProcess:
-    """Runs `train.py ...` or `test.py ...` in a process of its own, and checks the exit code. A process that is not
-    fresh has imported torch before."""
+def run(command: str, cwd: Path, code: int = 0, is_fresh: bool = False, **env: str) -> str:
+    """Runs `train.py ...` or `test.py ...` in a process of its own, checks the exit code, and returns what it prints. A
+    process that is not fresh has imported torch before."""
     script, *options = command.split()
-    start = subprocess.Popen if is_fresh else zygote.popen
-    process = start(
+    process = (subprocess.Popen if is_fresh else zygote.popen)(
         [sys.executable, str(REPO / script), *options],
         cwd=cwd,
         env=environment() | {"OMP_NUM_THREADS": "1"} | env,
@@ -81,11 +80,10 @@ def run(command: str, cwd: Path, code: int = 0, is_fresh: bool = False, **env: s
         out, err = output_of(process, command)
     finally:
         process.kill()
-    done = subprocess.CompletedProcess(command, process.returncode, out, err)
-    if done.returncode != code:
+    if process.returncode != code:
         last = "\n".join((out + err).splitlines()[-30:])
-        fail(f"python {command}\nends with exit code {done.returncode} instead of {code}:\n{last}")
-    return done
+        fail(f"python {command}\nends with exit code {process.returncode} instead of {code}:\n{last}")
+    return out
 
 
 def output_of(process: subprocess.Popen, command: str) -> tuple[str, str]:
@@ -121,9 +119,7 @@ def fail(message: str) -> NoReturn:
 
 def shown(subject: str, thing: str) -> None:
     """Adds it to the last lines of pytest."""
-    things = SHOWN.setdefault(subject, [])
-    if thing not in things:
-        things.append(thing)
+    SHOWN.setdefault(subject, {})[thing] = None
 
 
 # ---- read what they have written
@@ -182,10 +178,8 @@ class Run:
 
     def bits(self) -> dict[str, str]:
         """Those of the weights and the checkpoints."""
-        found = {}
-        for path in (self.folder / "model.pt", *sorted(self.folder.glob("checkpoints/*.ckpt"))):
-            found |= bits(path, path.name)
-        return found
+        paths = (self.folder / "model.pt", *sorted(self.folder.glob("checkpoints/*.ckpt")))
+        return {key: value for path in paths for key, value in bits(path, path.name).items()}
 
     def contents(self) -> dict[str, str]:
         """What it has written, by path; without what is measured, and what is about the process."""
@@ -200,10 +194,8 @@ class Run:
             elif path.name == "metrics.csv":
                 found |= {f"{name}: {key}": value for key, value in self.history().items()}
             elif path.name == "summary.json":
-                summary = json.loads(path.read_text())
-                for measured in ("seconds", "last"):  # the last results are in metrics.csv, too
-                    summary.pop(measured)
-                found[name] = json.dumps(summary, sort_keys=True)
+                measured = {"seconds": 0, "last": 0}  # the last results are in metrics.csv, too
+                found[name] = json.dumps(json.loads(path.read_text()) | measured, sort_keys=True)
             elif path.name == "config.yaml":
                 options = values_of(config_file.read_config(config.TrainConfig, self.folder))
                 options.pop("num_workers", None)  # may change on a resume
@@ -214,12 +206,9 @@ class Run:
 
     def source(self) -> str:
         """The code of the project that it has kept, without that of its tests and options."""
-        code = ""
-        for folder in self.folder.glob("provenance/code-*"):
-            for path in folder.rglob("*.py"):
-                if path.relative_to(folder).parts[0] not in ("tests", "config.py"):
-                    code += path.read_text(errors="replace")
-        return code
+        paths = {path: path.relative_to(self.folder).parts for path in self.folder.glob("provenance/code-*/**/*.py")}
+        own = [path for path, parts in paths.items() if parts[2] not in ("tests", "config.py")]
+        return "".join(path.read_text(errors="replace") for path in own)
 
 
 def bits(path: Path, name: str) -> dict[str, str]:

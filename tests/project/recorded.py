@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -60,15 +61,16 @@ listdir = os.listdir
 scandir = os.scandir
 
 # What is computed now: the step, and the number of the micro-batch in the run or in the validation.
-now: dict[str, Any] = {"step": None, "is_validation": False, "number": None, "validations": 0}
+now: dict[str, Any] = {"step": None, "is_validation": False, "number": None, "validations": 0, "set": None}
 state: dict[str, Any] = {}
 datasets: dict[str, Any] = {}
 built: dict[str, Any] = {}  # the metrics, the schedulers of torch, and others
 followed: dict[nn.Module, str] = {}  # the modules of `state` and their parts, with their names
 stepped: dict[Optimizer, set[int]] = {}  # the steps of each optimizer, be it in `state` or not
 active: set[Optimizer] = set()  # those of `state` that have had a learning rate above 0
+losses: dict[tuple, set] = defaultdict(set)  # of each step and each validation, with the checksums of the batches
+kept_nodes: list[int] = []  # before each step of an optimizer
 moved: set[int] = set()  # the parameters that should have changed
-noted: set[tuple] = set()  # by note_once
 NORM = nn.modules.batchnorm._BatchNorm
 DROPOUT = nn.modules.dropout._DropoutNd
 SAME_VALUES = ("View", "UnsafeView", "ToCopy", "Squeeze", "Unsqueeze", "ReshapeAlias", "Clone", "Alias")  # in a graph
@@ -82,12 +84,6 @@ INTERNAL = {name for name in vars(MeanMetric()) if name.startswith("_")} | set(v
 def note(kind: str, *fact: Any):
     with open(RECORD, "a") as file:
         file.write(json.dumps([kind, *fact]) + "\n")
-
-
-def note_once(kind: str, *fact: Any):
-    if (kind, *fact) not in noted:
-        noted.add((kind, *fact))
-        note(kind, *fact)
 
 
 def checksum(value: Any) -> int | None:
@@ -125,8 +121,7 @@ def recorded_seeder(device: str, tag: str, seed: int):
 
 def note_generators(after: str, number: int, kind: str = "generators"):
     """After what, the number of its seed, and the checksums of the global generators of torch, NumPy and Python."""
-    _, keys, position, *_ = np.random.get_state()
-    states = {"torch": torch.get_rng_state(), "NumPy": [keys, position], "Python": random.getstate()}
+    states = {"torch": torch.get_rng_state(), "NumPy": np.random.get_state()[1:3], "Python": random.getstate()}
     if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state()
     note(kind, after, number, {name: checksum(state) for name, state in states.items()})
@@ -136,8 +131,10 @@ def recorded_fetch(self, batch: tuple[int, np.ndarray]):
     """Notes the generators afterwards, and which set a validation reads."""
     found = fetch(self, batch)
     note_generators("a fetch from the dataset", batch[0])
-    if now["is_validation"] and self.dataset is datasets.get("train"):
-        note_once("validated set")
+    names = {name for name, dataset in datasets.items() if dataset is self.dataset}
+    now["set"] = id(self.dataset)
+    if now["is_validation"] and "val" not in names and names & {"train", "test"}:
+        note("validated set", *names)
     return found
 
 
@@ -152,7 +149,7 @@ def recorded_loss(model, *arguments, **named):
     given = [checksum(value) for value in values]
     number = now["number"]
     if now["is_validation"]:
-        note("validated", now["validations"], number, given[0])
+        note("validated", now["validations"], [now["set"], number], given[0])
         built["example"] = (model, arguments, named)
         if number == 0:  # without the flags, which torchmetrics sets
             found = [each for each in attributes(built["metrics"]) if not isinstance(each[1], bool)]
@@ -162,15 +159,15 @@ def recorded_loss(model, *arguments, **named):
     with Watched() if now["step"] == 1 and not now["is_validation"] else nullcontext():
         result = compute_loss(model, *arguments, **named)
     with suppress(Exception):  # the template's own message tells of another result
-        group = now["validations"] if now["is_validation"] else -(now["step"] or 0)
-        note("loss", group, checksum(result[0]["loss"]), given[0])
         built["loss"] = result[0]["loss"]
+        losses[now["step"], now["validations"], now["is_validation"]].add((checksum(built["loss"]), given[0]))
     if plain(model).training != mode:
-        note_once("mode", not mode)
+        note("mode", not mode)
     changed = [name for name, buffer in plain(model).named_buffers() if checksum(buffer) != buffers.get(name)]
-    of_batch_norm = [name for name in changed if isinstance(plain(model).get_submodule(name.rpartition(".")[0]), NORM)]
+    norm = [name for name in changed if isinstance(plain(model).get_submodule(name.rpartition(".")[0]), NORM)]
     if now["is_validation"]:
-        note("buffers of a validation", changed, of_batch_norm)
+        note("changed in validation", *(name for name in changed if name not in norm))
+        note("norm in validation", *norm)
         note_generators("compute_loss", number, "generators of a validation")
     if now["is_validation"] or number is None:
         return result
@@ -183,10 +180,11 @@ def recorded_loss(model, *arguments, **named):
     built["trained"] = (model, arguments, named)
     note_generators("compute_loss", number)
     if now["step"] in (1, 2):
-        note("buffers", changed, of_batch_norm)
+        note("changed", *(name for name in changed if name not in norm))
+        note("norm", *norm)
         with suppress(Exception):  # the template's own message tells of another result
             if names := untrained(result[0]["loss"]):
-                note_once("untrained", ", ".join(names[:5]))
+                note("untrained", ", ".join(names[:5]))
     return result
 
 
@@ -203,15 +201,15 @@ class Watched(TorchFunctionMode):
 def note_input(loss: str, given: Tensor):
     dim = min(1, given.ndim - 1)  # of the classes
     if loss == "cross_entropy" and made_by(given) == "Softmax" and given.sum(dim).sub(1).abs().max() < 1e-2:
-        note_once("loss input", loss, "the output of softmax, but takes logits, and computes it itself")
+        note("loss input", loss, "the output of softmax, but takes logits, and computes it itself")
     if loss == "binary_cross_entropy_with_logits" and made_by(given) == "Sigmoid":
-        note_once("loss input", loss, "the output of sigmoid, but takes logits, and computes it itself")
+        note("loss input", loss, "the output of sigmoid, but takes logits, and computes it itself")
     if loss == "kl_div" and given.max() > 1e-2:
-        note_once("loss input", loss, "what is no log-probability, but above 0: take the logarithm of its input")
+        note("loss input", loss, "what is no log-probability, but above 0: take the logarithm of its input")
     if loss == "nll_loss" and given.grad_fn and not any("Log" in node.name() for node in graph_of(given)):
         total = given.float().logsumexp(dim).abs().max()
         if total > 1e-2:
-            note_once("loss input", loss, "what is no log-probability: use log_softmax before it, or F.cross_entropy")
+            note("loss input", loss, "what is no log-probability: use log_softmax before it, or F.cross_entropy")
 
 
 def made_by(tensor: Tensor) -> str:
@@ -228,10 +226,10 @@ def note_mode(module: nn.Module, arguments: tuple):
         return
     is_known = any(each is module for entry in modules().values() for each in entry.modules())
     if not is_known and (now["is_validation"] or isinstance(module, NORM)):
-        note_once("of no entry", type(module).__name__)
+        note("of no entry", type(module).__name__)
     elif not is_known or now["is_validation"]:
         where = "in a validation" if is_known else "and in no module of `state`"
-        note_once("training mode", type(module).__name__, where)
+        note("training mode", type(module).__name__, where)
 
 
 def note_output(module: nn.Module, arguments: tuple, output: Any):
@@ -336,23 +334,22 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
     own = [each for each in built["schedulers"] if getattr(each.optimizer, "optimizer", each.optimizer) is optimizer]
     overridden = [type(each).__name__ for each in own if each.get_last_lr() != rates]
     if overridden and len(overridden) == len(own):  # one may hold others, and only the outer one has the rates of now
-        note_once("overridden", ", ".join(sorted(overridden)))
+        note("overridden", ", ".join(sorted(overridden)))
     factors = [now / then for now, then in zip(rates, built["rates"].get(optimizer, ()), strict=False) if then]
     if factors and max(factors) > 1.001 * min(factors):
-        note_once("rates", *(", ".join(f"{rate:.3g}" for rate in each) for each in (built["rates"][optimizer], rates)))
+        note("rates", *(", ".join(f"{rate:.3g}" for rate in each) for each in (built["rates"][optimizer], rates)))
     stepped.setdefault(optimizer, set()).add(now["step"])
     limit = getattr(CONFIG, "max_grad_norm", 0)
     gradients = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]
     if limit and not named and len(arguments) < 2:  # without a closure, which computes others
         norm = float(nn.utils.get_total_norm(gradients))
         if norm > 1.01 * limit:
-            note("norm", now["step"], norm, limit)
+            note("not clipped", now["step"], norm, limit)
     if WHAT == "all":
         gc.collect()
         with_graph = [each for each in gc.get_objects() if type(each) is Tensor and each.grad_fn is not None]
         kept = graph_of(*with_graph) - graph_of(built["loss"])
-        having = (named_tensors(state) | extras()).items()
-        note("kept graph", len(kept), [name for name, value in having if getattr(value, "grad_fn", None)])
+        kept_nodes.append(len(kept))
 
 
 def extras() -> dict[str, Any]:
@@ -417,7 +414,7 @@ def note_samples():
         return False
 
     random_sets = [name for name, dataset in datasets.items() if is_random(dataset)]
-    note("random samples", random_sets)
+    note("random samples", *(name for name in random_sets if name != "train"))
     seed_everything(CONFIG.seed, verbose=False)
     for name, dataset in build_datasets(CONFIG, augment=False).items():
         if is_random(dataset):
@@ -430,6 +427,17 @@ def note_samples():
 
 
 # ---- at the end of the run
+
+
+def note_losses(*_: Any):
+    """A loss that is the same for other batches with the same weights; graphs of which more and more are kept, and the
+    tensors in modules that have one."""
+    several = [found for found in losses.values() if len({batch for _, batch in found}) > 1]
+    if several and all(len({loss for loss, _ in found}) == 1 for found in several):
+        note("independent loss")
+    if len(kept_nodes) > 4 and kept_nodes == sorted({*kept_nodes}):
+        names = [name for name, value in (named_tensors(state) | extras()).items() if getattr(value, "grad_fn", None)]
+        note("kept graph", kept_nodes[-1], ", ".join(names[:5]) or "none")
 
 
 def note_optimizers(tensors: dict, same: set[str]):
@@ -563,23 +571,20 @@ def note_metrics(*_: Any):
 # ---- the system
 
 
-class Reversed(list, AbstractContextManager):
+class Reversed(AbstractContextManager, Iterator):
     """What os.scandir gives, in the reverse order."""
 
     def __init__(self, *arguments: Any):
         with scandir(*arguments) as entries:
-            super().__init__(reversed([*entries]))
+            self.entries = reversed([*entries])
 
     def __next__(self):
-        if not self:
-            raise StopIteration
-        return self.pop(0)
+        return next(self.entries)
 
     def __exit__(self, *error: Any):
         pass
 
-    def close(self):
-        pass
+    close = __exit__
 
 
 def note_write(event: str, arguments: tuple):
@@ -588,7 +593,7 @@ def note_write(event: str, arguments: tuple):
     if folder and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
         path = os.path.relpath(arguments[0], folder)
         if not path.startswith(".."):
-            note_once("write", built["run"].fabric.global_rank, path)
+            note("write", built["run"].fabric.global_rank, path)
 
 
 def kill(event: str, arguments: tuple):
@@ -602,7 +607,7 @@ def main(config: TrainConfig) -> int:
         now["step"] = now["number"] = None
         tensors = named_tensors(state)
         same = {name for name, tensor in tensors.items() if checksum(tensor) == built["first"].get(name)}
-        for note_facts in (note_optimizers, note_state, note_gradient, note_metrics):
+        for note_facts in (note_losses, note_optimizers, note_state, note_gradient, note_metrics):
             with suppress(Exception):  # what a project has may be of any kind
                 note_facts(tensors, same)
         note_samples()

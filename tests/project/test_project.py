@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def assert_same(found: dict, expected: dict, advice: str) -> None:
 
 
 def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(place, tmp_path: Path):
-    printed = run(f"train.py {small(**place)} --fast_run", tmp_path).stdout
+    printed = run(f"train.py {small(**place)} --fast_run", tmp_path)
     assert config.TrainConfig().monitor in printed  # so it has validated
     assert "after 2 of 2 steps" in printed and "after 4 of 4 steps" in printed
     assert list(tmp_path.iterdir()) == []
@@ -55,8 +54,8 @@ def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(place, tmp_
 
 def test_each_validation_has_the_same_samples_and_new_metrics(whole: Run):
     first: dict = {}
-    for validation, number, batch in whole.facts("validated"):
-        if batch != first.setdefault(number, batch):
+    for validation, (dataset, number), batch in whole.facts("validated"):
+        if batch != first.setdefault((dataset, number), batch):
             fail(
                 f"Batch {number} of validation {validation} has other values than in the validation before: something "
                 "changes the memory of the data in place, as `images.mul_(2)` does, or the loader draws others."
@@ -179,20 +178,13 @@ def test_random_numbers_are_others_in_each_micro_batch(whole: Run):
         fail(found.lstrip())
 
 
-def test_no_graph_grows_from_step_to_step(whole: Run):
-    """Beside that of the last loss."""
-    found = whole.facts("kept graph")
-    if len(found) > 4 and all(later > size for (size, _), (later, _) in itertools.pairwise(found)):
-        size, names = found[-1]
-        fail(
-            f"Graphs are kept from step to step, at last with {size} nodes. Keep `value.detach()`, or compute it under "
-            f"`torch.no_grad()`. In a module: {', '.join(names[:5]) or 'none'}."
-        )
-
-
 # What is wrong in all runs alike, by the word of recorded.py. Each is red, with the facts of the first time.
 WRONG = {
-    "validated set": 'A validation reads datasets["train"]: does its loader have datasets["val"]?',
+    "validated set": 'A validation reads datasets[{!r}]: does its loader have datasets["val"]?',
+    "independent loss": "The loss is the same, bit for bit, for other batches with the same weights: it does not "
+    "depend on them.",
+    "kept graph": "Graphs are kept from step to step, at last with {} nodes. Keep `value.detach()`, or compute it "
+    "under `torch.no_grad()`. In a module: {}.",
     "untrained": "The loss depends on {}, which is in no module of `state`, so nothing trains, saves or restores it. "
     "Put modules into a ModuleList, not a list; or, if it is to stay as it is, call `requires_grad_(False)`.",
     "in no optimizer": "It has a gradient, but is in no optimizer of `state`, and does not change: {}. Give it to one, "
@@ -204,8 +196,8 @@ WRONG = {
     "for the same parameters, step that.",
     "overridden": "The loop sets other learning rates than {}, which is without effect: docs/training.md shows how to "
     "use a scheduler of torch.",
-    "norm": "In step {} the optimizer gets a gradient of the norm {:.3g}, above --max_grad_norm {}: clip it after the "
-    "backward passes, before `step()`. If that is right, take max_grad_norm out of SMALL.",
+    "not clipped": "In step {} an optimizer gets a gradient of the norm {:.3g}, above --max_grad_norm {}: clip it "
+    "after the backward passes, before `step()`. If that is right, take max_grad_norm out of SMALL.",
     "loss input": "F.{} gets {}.",
     "mode": "compute_loss calls `train()` or `eval()` of the model: validate() and the loop do that.",
     "of no entry": "A {} is called in training mode, and is in no module of `state`: no validation calls its `eval()`, "
@@ -258,21 +250,9 @@ def test_what_may_be_a_mistake_is_said(whole: Run, place):
             shown("beware", f"no code reads --{name}")
 
 
-def test_the_loss_depends_on_the_batch(whole: Run):
-    """In each validation and each step: a penalty of the weights alone changes from step to step."""
-    groups: dict[int, set] = defaultdict(set)
-    for group, loss, batch in whole.facts("loss"):
-        groups[group].add((loss, batch))
-    several = [found for found in groups.values() if len({batch for _, batch in found}) > 1]
-    if several and all(len({loss for loss, _ in found}) == 1 for found in several):
-        fail("The loss is the same, bit for bit, for other batches with the same weights: it does not depend on them.")
-
-
 def test_no_file_is_written_by_two_processes(two: Run):
-    ranks = defaultdict(set)
-    for rank, path in two.facts("write"):
-        ranks[path].add(rank)
-    if names := [path for path, found in ranks.items() if len(found) > 1 and not path.endswith("lock")]:
+    by_0, by_1 = ({path for rank, path in two.facts("write") if rank == each} for each in (0, 1))
+    if names := sorted(path for path in by_0 & by_1 if not path.endswith("lock")):
         fail(f"Both processes write {', '.join(names)}: write on rank 0, `if fabric.is_global_zero`.")
 
 
@@ -375,7 +355,7 @@ def test_two_processes_train_like_one(whole: Run, two: Run, place):
             "The processes draw other random numbers than one process, or the gradient is not the mean of all "
             "micro-batches and processes: not averaged, or scaled by their number, or compute_loss itself reduces over "
             "the ranks, which DDP does. If it is rounding, which grows from "
-            f"step to step, give TRAIN_TOLERANCE a larger value.{buffers_that_change(whole)}",
+            f"step to step, give TRAIN_TOLERANCE a larger value.{causes(whole)}",
         )
         for name in sorted(whole.columns())
         if name.startswith("train/")
@@ -411,63 +391,49 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
         "(docs/training.md)? Or it depends on how they are cut into batches; or something, such as an average of the "
         "weights, is kept on rank 0 alone."
     )
-    changed = buffers_that_change(whole, OF_THE_FIRST)
+    why = causes(whole, CAUSES)
+    monitor = config_file.read_config(config.TrainConfig, whole.folder).monitor
+    of_monitor = " It is the `--monitor`: the best checkpoint depends on the number of processes."
     for name in sorted(names - settings.BY_BATCH):
         if spread(name):
             ratio = distance[name] / spread(name)
             if ratio > settings.RANDOM_TOLERANCE:
                 fail(
                     f"{name} of two processes differs {ratio:.0f} times as much as with four other seeds.\n{advice}"
-                    f"{changed or ' If it is meant to, put it into BY_BATCH.'}{random_sets(whole)}"
+                    f"{why or ' If it is meant to, put it into BY_BATCH.'}"
                 )
             shown(f"{words(place)}: 2 processes, random validation", f"{name} as far as {ratio:.1g} times another seed")
             shown("beware", f"{name} depends on random numbers, as with dropout in a validation")
             continue
-        more = "" if name != config_file.read_config(config.TrainConfig, whole.folder).monitor else MONITOR
         difference = assert_close(
             two.column(name),
             whole.column(name),
             tolerance * (1 if name.replace("val/", "train/") in whole.columns() else settings.SCORE),
             f"{name} of two processes",
-            f"{advice} If it is rounding, give VAL_TOLERANCE a larger value.{more}{changed}{random_sets(whole)}"
+            f"{advice} If it is rounding, give VAL_TOLERANCE a larger value.{of_monitor * (name == monitor)}{why}"
             f"{seeded_alike(whole, 'generators of a validation')}",
         )
         shown(f"{words(place)}: 2 processes", f"{name} within {difference:.0e}")
 
 
-MONITOR = " It is the `--monitor`: the best checkpoint depends on the number of processes."
+# What may be the cause of a difference, by the word of recorded.py, with the names that it has noted.
+CAUSES = {
+    "changed": "Each forward pass changes {}, so it depends on the number of micro-batches and processes: change it "
+    "once per step, by the sum over micro-batches and ranks.",
+    "norm": "BatchNorm has the statistics of the first process: give VAL_TOLERANCE a larger value, or convert it as "
+    "docs/training.md does.",
+    "changed in validation": "A validation changes {}: change it in training alone, `if self.training`.",
+    "norm in validation": "A validation changes the statistics of BatchNorm, which is in training mode there.",
+    "random samples": "The samples of {} are random: are they augmented?",
+}
 
 
-OF_THE_FIRST = (
-    "\nBatchNorm has the statistics of the first process: give VAL_TOLERANCE a larger value, or convert it as "
-    "docs/training.md does."
-)
-
-
-def buffers_that_change(run: Run, of_batch_norm: str = "") -> str:
-    """Sentences on those that each forward pass changes, and those that a validation changes."""
-    every_pass = (
-        "\nEach forward pass changes {}, so it depends on the number of micro-batches and processes: change it once "
-        "per step, by the sum over micro-batches and ranks."
-    )
-    in_validations = "\nA validation changes {}: change it in training alone, `if self.training`."
-    norm_in_validations = "\nA validation changes the statistics of BatchNorm, which is in training mode there."
+def causes(run: Run, kinds=("changed", "changed in validation", "norm in validation")) -> str:
     text = ""
-    for kind, sentence, sentence_of_norm in (
-        ("buffers", every_pass, of_batch_norm),
-        ("buffers of a validation", in_validations, norm_in_validations),
-    ):
-        found = run.facts(kind)
-        norm = {name for _, names in found for name in names}
-        if names := sorted({name for names, _ in found for name in names} - norm):
-            text += sentence.format(", ".join(names[:5]))
-        text += sentence_of_norm if norm else ""
+    for kind in kinds:
+        if names := sorted({name for found in run.facts(kind) for name in found}):
+            text += f"\n{CAUSES[kind].format(', '.join(names[:5]))}"
     return text
-
-
-def random_sets(run: Run) -> str:
-    names = [name for (found,) in run.facts("random samples") for name in found if name != "train"]
-    return f"\nThe samples of {', '.join(names)} are random: are they augmented?" if names else ""
 
 
 def has_no_samples(run: Run, name: str) -> bool:
@@ -509,7 +475,7 @@ def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Pa
             1e-5,
             f"{name} of test.py",
             'state["model"] of train.py is not the model that is validated, or a validation depends on what a '
-            f"checkpoint does not have.{buffers_that_change(whole)}",
+            f"checkpoint does not have.{causes(whole)}",
         )
     shown(f"{words(place)}: test.py", "what was validated is what is evaluated")
 

@@ -33,9 +33,7 @@ SHARED = (
 )
 PR_SET_CHILD_SUBREAPER = 36
 # How variables begin that no import reads: a fork may have others than the zygote.
-LATE = (
-    "HOME", "PATH", "TZ", "PYTEST_", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL",
-)  # fmt: skip
+LATE = ("HOME", "PATH", "TZ", "PYTEST_", "NODE_RANK", "MASTER_", "WAIT", "DOWNLOAD", "ZYGOTE_CHANNEL")
 # Of the zygote: its memory lies in huge pages, where the system has them, so that a fork has fewer to copy.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PREPARE = ""  # the file of a module whose `prepare(argv, env)` is called in a fork, and gives it its environment
@@ -82,15 +80,12 @@ class Zygote:
 
     def fork(self, request: dict, fds: list[int]) -> int:
         """Returns the pid of a fork that has these files as its first three."""
-        with self.lock:
-            return self.ask(request, fds)
-
-    def ask(self, request: dict, fds: list[int]) -> int:
         memory = os.memfd_create("request")
         os.write(memory, json.dumps(request).encode())
-        socket.send_fds(self.socket, [b"fork"], [*fds, memory])
-        os.close(memory)
-        return int(self.socket.recv(99))
+        with self.lock:
+            socket.send_fds(self.socket, [b"fork"], [*fds, memory])
+            os.close(memory)
+            return int(self.socket.recv(99))
 
 
 ZYGOTE = Zygote()

@@ -89,7 +89,7 @@ def fork_all(program: Path) -> None:
     """In a copy, two processes have imported torch before, and have the hashes of strings of one; but for the night."""
     if zygote.PREPARE:
         with_text(
-            program, "tests/project/programs.py", ("subprocess.Popen if is_fresh else zygote.popen", "zygote.popen")
+            program, "tests/project/programs.py", ("(subprocess.Popen if is_fresh else zygote.popen)", "zygote.popen")
         )
         with_text(program, "tests/project/zygote.py", ('PREPARE = ""', f"PREPARE = {zygote.PREPARE!r}"))
 
@@ -762,7 +762,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
             (BEFORE, "loop begins", "model.module.average = torch.zeros(())"),
             (AFTER, "step is done", "model.module.average = model.module.average + next(model.parameters()).mean()"),
         ],
-        "no_graph_grows",
+        "no_fact and kept",
         "`torch.no_grad()`. In a module: model.average.",
     ),
     "a queue is no buffer": (
@@ -788,7 +788,7 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     "the validation reads the training set": (
         [("train.py", "Loader(fabric, val_set, val_batches", "Loader(fabric, train_set, val_batches")],
         "no_fact and validated",
-        'A validation reads datasets["train"]',
+        "A validation reads datasets['train']",
     ),
     "each forward pass counts": (
         [
@@ -949,32 +949,32 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     ),
     "cross_entropy of a softmax": (
         [(INSTEAD, "forward", "        return self.layers(images).softmax(1)\n")],
-        "no_fact and loss",
+        "no_fact and input",
         "F.cross_entropy gets the output of softmax, but takes logits",
     ),
     "a sigmoid before a loss of logits": (
         [(INSTEAD, "values", SIGMOID)],
-        "no_fact and loss",
+        "no_fact and input",
         "F.binary_cross_entropy_with_logits gets the output of sigmoid",
     ),
     "nll_loss of logits": (
         [(INSTEAD, "values", '{"loss": F.nll_loss(logits, targets)}')],
-        "no_fact and loss",
+        "no_fact and input",
         "F.nll_loss gets what is no log-probability",
     ),
     "kl_div of probabilities": (
         [(INSTEAD, "values", '{"loss": F.kl_div(logits.softmax(1), F.one_hot(targets, 10).float())}')],
-        "no_fact and loss",
-        "F.kl_div gets what is no log-probability, above 0",
+        "no_fact and input",
+        "F.kl_div gets what is no log-probability, but above 0",
     ),
     "the loss is a penalty of the weights alone": (
         [(INSTEAD, "values", '{"loss": sum(each.square().sum() for each in model.parameters())}')],
-        "the_loss_depends",
+        "no_fact and loss and independent",
         "for other batches with the same weights: it does not depend on them",
     ),
     "the metrics get the targets": (
         [(INSTEAD, "outputs", "(targets, targets)\n")],
-        "no_fact and independent",
+        "no_fact and metrics",
         "are the same, bit for bit, whatever the weights of the model are",
     ),
     "compute_loss sets the mode": (
@@ -992,8 +992,8 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
             (AFTER, "gradients are unscaled", "optimizer.step()"),
             ("train.py", "        optimizer.step()\n        state", "        state"),
         ],
-        "no_fact and norm",
-        "the optimizer gets a gradient of the norm",
+        "no_fact and clipped",
+        "an optimizer gets a gradient of the norm",
     ),
     "augmentation is reversed": (
         [(INSTEAD, "shift", "shift=0 if augment else 1")],
@@ -1002,12 +1002,12 @@ MISTAKES: dict[str, tuple[list, str, str]] = {
     ),
     "losses are kept with their graphs": (
         [(BEFORE, "loop begins", "kept = []"), (AFTER, "step is done", 'kept.append(values["loss"])')],
-        "no_graph_grows",
+        "no_fact and kept",
         "Graphs are kept from step to step",
     ),
     "a sum of the losses has their graphs": (
         [(BEFORE, "loop begins", "total = 0"), (AFTER, "step is done", 'total = total + values["loss"]')],
-        "no_graph_grows",
+        "no_fact and kept",
         "Graphs are kept from step to step",
     ),
     "an average is the model": (
