@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import KILL, SHOWN, Run, places, small, words
+from programs import KILL, PLACE, SHOWN, Run, small
 from settings import SMALL, WORKERS
 
 import config
@@ -17,30 +17,25 @@ except ConfigError as error:
     pytest.exit(f"a default of config.py: {error}", 2)
 
 
-@pytest.fixture(scope="module", params=places(), ids=words)
-def place(request) -> dict[str, str]:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def whole(place, tmp_path_factory) -> Run:
+def whole(tmp_path_factory) -> Run:
     """A run that was left alone."""
-    return Run.train(tmp_path_factory.mktemp("whole"), small(**place), "all")
+    return Run.train(tmp_path_factory.mktemp("whole"), small(), "all")
 
 
 @pytest.fixture(scope="module")
-def two(place, tmp_path_factory) -> Run:
+def two(tmp_path_factory) -> Run:
     """The run on two processes, whose fresh interpreters have other hashes of strings."""
-    accelerator = (SMALL | place)["accelerator"]
+    accelerator = SMALL["accelerator"]
     if accelerator == "mps" or (accelerator == "cuda" and torch.cuda.device_count() < 2):
         pytest.skip("two processes need two GPUs")
-    return Run.train(tmp_path_factory.mktemp("two"), small(**{**place, "devices": "2"}), is_fresh=True)
+    return Run.train(tmp_path_factory.mktemp("two"), small(devices="2"), is_fresh=True)
 
 
 @pytest.fixture(scope="module")
-def killed(place, tmp_path_factory) -> Run:
+def killed(tmp_path_factory) -> Run:
     """The run on one process, killed in step 10."""
-    return Run.train(tmp_path_factory.mktemp("killed"), small(**place), kill=KILL)
+    return Run.train(tmp_path_factory.mktemp("killed"), small(), kill=KILL)
 
 
 @pytest.fixture(scope="module", params=["here", "elsewhere", "on 2 ranks"])
@@ -50,14 +45,14 @@ def where(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def resumed(request, where: str, place, tmp_path_factory) -> Run:
+def resumed(request, where: str, tmp_path_factory) -> Run:
     """The run that was killed, resumed; elsewhere with data workers, by a fresh interpreter with other hashes of
     strings, in another time zone and folder, and folders list their files in another order; or killed and resumed on
     two processes."""
     cwd = tmp_path_factory.mktemp("resumed")
     if where == "on 2 ranks":
         request.getfixturevalue("two")  # skips where they cannot be had
-        killed = Run.train(tmp_path_factory.mktemp("killed"), small(**{**place, "devices": "2"}), kill=KILL)
+        killed = Run.train(tmp_path_factory.mktemp("killed"), small(devices="2"), kill=KILL)
         return killed.resume(cwd, "--devices 2")
     killed = request.getfixturevalue("killed")
     if where == "here":
@@ -69,15 +64,15 @@ def resumed(request, where: str, place, tmp_path_factory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def alone(request, where: str, place) -> Run:
+def alone(request, where: str) -> Run:
     """The run on as many processes that was left alone."""
     return request.getfixturevalue("two" if where == "on 2 ranks" else "whole")
 
 
 @pytest.fixture(scope="module")
-def killed_in(where: str, place) -> str:
+def killed_in(where: str) -> str:
     """The beginning of a line that says what the tests of a resumed run have shown."""
-    return f"{words(place)}: killed in step 10 of 10, resumed after step 7{'' if where == 'here' else f' {where}'}"
+    return f"{PLACE}: killed in step 10 of 10, resumed after step 7{'' if where == 'here' else f' {where}'}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -87,6 +82,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{subject}: {', '.join(things)}")
     if unknown := [name for name in SMALL if name not in KNOWN]:
         terminalreporter.write_line(f"SMALL has options that train.py does not have: {', '.join(unknown)}")
-    if places() == [{}]:
-        devices = " and on this machine's GPU" if torch.cuda.is_available() else ""
-        terminalreporter.write_line(f"not tried: other precisions{devices}, by WHERE=all in the environment")
+    terminalreporter.write_line("not tried: other precisions and devices: PLACE='cuda bf16-mixed' in the environment")

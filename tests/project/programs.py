@@ -24,29 +24,15 @@ import config
 from runtime import config_file
 from runtime.options import values_of
 
+if "PLACE" in os.environ:
+    SMALL["accelerator"], SMALL["precision"] = os.environ["PLACE"].split()
+PLACE = f"{SMALL['accelerator']} {SMALL['precision']}"
 REPO = Path(__file__).resolve().parents[2]
 KILL = "step-00000010.ckpt"  # a run that is to be killed does not write it any more
 SHOWN: dict[str, dict[str, None]] = {}  # in order
 
 
 # ---- start them
-
-
-def places() -> list[dict[str, str]]:
-    """The options of where the runs train: none, so as SMALL says; with WHERE=all, one place after another."""
-    if os.environ.get("WHERE") != "all":
-        return [{}]
-    found = [("cpu", "32-true"), ("cpu", "bf16-mixed")]
-    if torch.cuda.is_available():
-        found += [("cuda", "32-true"), ("cuda", "bf16-mixed"), ("cuda", "16-mixed")]
-    if torch.backends.mps.is_available():
-        found.append(("mps", "32-true"))
-    return [{"accelerator": accelerator, "precision": precision} for accelerator, precision in found]
-
-
-def words(place: dict[str, str]) -> str:
-    options = SMALL | place
-    return f"{options['accelerator']} {options['precision']}"
 
 
 def small(cls: type = config.TrainConfig, **changed: str) -> str:
@@ -182,17 +168,16 @@ class Run:
         return {key: value for path in paths for key, value in bits(path, path.name).items()}
 
     def contents(self) -> dict[str, str]:
-        """What it has written, by path; without what is measured, and what is about the process."""
+        """What else it has written, by path; without what is measured, and what is about the process."""
         found: dict[str, str] = {}
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))
             about_process = name.startswith(("provenance/", "events.", "test_", "train.log", ".lock"))
-            if path.is_dir() or about_process:
+            is_compared = name == "model.pt" or name.startswith(("checkpoints/", "logs/csv/"))
+            if path.is_dir() or about_process or is_compared:
                 continue
             if path.suffix in (".pt", ".ckpt"):
                 found |= bits(path, name)  # two folders may have files of one name
-            elif path.name == "metrics.csv":
-                found |= {f"{name}: {key}": value for key, value in self.history().items()}
             elif path.name == "summary.json":
                 measured = {"seconds": 0, "last": 0}  # the last results are in metrics.csv, too
                 found[name] = json.dumps(json.loads(path.read_text()) | measured, sort_keys=True)

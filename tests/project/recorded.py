@@ -54,8 +54,9 @@ build_datasets = train.build_datasets
 build_metrics = train.build_metrics
 fetch = loader.SeededBatches.__getitem__
 prepare = Run.prepare
-restore = Run.restore
 save = Run.write_checkpoint
+steps = Run.steps
+end_report = Run.end_report
 order = loader.TrainSampler.order
 listdir = os.listdir
 scandir = os.scandir
@@ -236,6 +237,13 @@ def note_output(module: nn.Module, arguments: tuple, output: Any):
     """Of each module in the first step, and in the first one of the resume: the checksum of what it gives."""
     if module in followed and now["step"] in FOLLOWED and now["number"] is not None and not now["is_validation"]:
         note("module", now["step"], f"micro-batch {now['number']}, output of {followed[module]}", checksum(output))
+        note_half(f"the output of {followed[module]}", output)
+
+
+def note_half(name: str, value: Any):
+    """A tensor in half precision, though --precision is that of float32."""
+    if CONFIG.precision == "32-true" and getattr(value, "dtype", None) in (torch.float16, torch.bfloat16):
+        note("dtype", name, str(value.dtype), CONFIG.precision)
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -309,12 +317,33 @@ def recorded_prepare(self, given: dict, plan: Any):
     built["rates"] = {each: [group["lr"] for group in each.param_groups] for each in optimizers().values()}
     built["run"] = self
     built["first"] = {name: checksum(tensor) for name, tensor in named_tensors(given).items()}
-
-
-def recorded_restore(self):
-    restore(self)
-    state.update(self.state)
     note_extras(self.fabric.global_rank)
+
+
+def recorded_steps(self) -> Iterator[int]:
+    """Notes what has changed between the end of report() and that of the step."""
+    for step in steps(self):
+        yield step
+        reported = built.get("reported", {})
+        if names := [name for name, found in values().items() if found != reported.get(name, found)]:
+            note("after report", step, ", ".join(names[:5]))
+
+
+def recorded_end_report(self, *arguments: Any):
+    end_report(self, *arguments)
+    built["reported"] = values()
+
+
+def values() -> dict[str, int | None]:
+    """The checksums of the tensors and of the plain values in `state`."""
+    if WHAT != "all":
+        return {}
+    return {name: checksum(value) for name, value in named_tensors(state).items()} | plain_values()
+
+
+def plain_values() -> dict[str, int | None]:
+    entries = built["run"].state.items()
+    return {f"state[{name!r}]": checksum(value) for name, value in entries if not hasattr(value, "state_dict")}
 
 
 def note_step(optimizer: Any, arguments: Any, named: Any):
@@ -344,7 +373,8 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
     if limit and not named and len(arguments) < 2:  # without a closure, which computes others
         norm = float(nn.utils.get_total_norm(gradients))
         if norm > 1.01 * limit:
-            note("not clipped", now["step"], norm, limit)
+            names = [f"state[{name!r}]" for name, each in optimizers().items() if each is optimizer]
+            note("not clipped", now["step"], *(names or [type(optimizer).__name__]), norm, limit)
     if WHAT == "all":
         gc.collect()
         with_graph = [each for each in gc.get_objects() if type(each) is Tensor and each.grad_fn is not None]
@@ -353,8 +383,11 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
 
 
 def extras() -> dict[str, Any]:
-    """What the modules of `state` have beside parameters and buffers."""
-    return dict(each for entry, module in modules().items() for each in attributes(module, entry))
+    """What the modules of `state` have that no checkpoint has: attributes, and buffers that are not persistent."""
+    found = dict(each for entry, module in modules().items() for each in attributes(module, entry))
+    buffers = dict(each for entry, module in modules().items() for each in plain(module).named_buffers(prefix=entry))
+    saved = {id(tensor) for tensor in named_tensors(state).values()}
+    return found | {name: buffer for name, buffer in buffers.items() if id(buffer) not in saved}
 
 
 def note_extras(rank: int):
@@ -363,10 +396,8 @@ def note_extras(rank: int):
 
 def recorded_save(self, *arguments: Any, **named: Any):
     """At each save, of each rank, also the checksums of the plain values of `state`."""
-    step = self.state["step"]
-    values = {name: checksum(value) for name, value in self.state.items() if not hasattr(value, "state_dict")}
     active.update(each for each in optimizers().values() if any(group["lr"] > 0 for group in each.param_groups))
-    note("state", step, self.fabric.global_rank, values)
+    note("state", self.state["step"], self.fabric.global_rank, plain_values())
     note_extras(self.fabric.global_rank)
     return save(self, *arguments, **named)
 
@@ -489,18 +520,13 @@ def holds(values: dict, optimizer: Any) -> bool:
 
 
 def note_state(tensors: dict, same: set[str]):
-    """Schedulers that have made no step; weights and metrics of another dtype than that of --precision; entries with
-    the same parameters; averages whose buffers stay the same, though those of the model change."""
+    """Schedulers that have made no step; weights and metrics in half precision; entries with the same parameters;
+    averages whose buffers stay the same, though those of the model change."""
     for name, value in state.items():
         if isinstance(value, LRScheduler) and value.last_epoch == 0:
             note("idle scheduler", name)
-    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(CONFIG.precision, torch.float32)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != dtype:
-            note("dtype", name, str(tensor.dtype), CONFIG.precision)
-    for name, value in attributes(built["metrics"]):
-        if getattr(value, "dtype", None) in (torch.float16, torch.bfloat16):
-            note("dtype", name, str(value.dtype), CONFIG.precision)
+    for name, value in (*tensors.items(), *attributes(built["metrics"])):
+        note_half(name, value)
     parameters = {entry: {id(each) for each in module.parameters()} for entry, module in modules().items()}
     for one, other in itertools.combinations(parameters, 2):
         if parameters[one] & parameters[other]:
@@ -628,7 +654,8 @@ if __name__ == "__main__":
     train.build_metrics = recorded_metrics
     loader.SeededBatches.__getitem__ = recorded_fetch  # type: ignore[method-assign]
     Run.prepare = recorded_prepare  # type: ignore[method-assign]
-    Run.restore = recorded_restore  # type: ignore[method-assign]
+    Run.steps = recorded_steps  # type: ignore[method-assign]
+    Run.end_report = recorded_end_report  # type: ignore[method-assign]
     Run.write_checkpoint = recorded_save  # type: ignore[method-assign]
     loader.TrainSampler.order = recorded_order  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(note_step)

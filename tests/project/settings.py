@@ -1,8 +1,5 @@
-"""What the tests of this folder take for your project: the one file here that you edit.
-
-Make thresholds, delays, warm-ups and what comes every N epochs small in SMALL: what acts after the ten steps of a run
-is not tried.
-"""
+"""What the tests of this folder take for your project: the one file here that you edit. Make thresholds, delays,
+warm-ups and what comes every N epochs small in SMALL: what acts after the ten steps of a run is not tried."""
 
 # The options of a run of 10 steps, in epochs of 4. A step has two micro-batches. Every step is logged; 5 and 10 are
 # validated; 7 and 10 are saved. It is killed in step 10, and resumed after step 7, in the middle of an epoch, so that

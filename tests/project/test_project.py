@@ -3,7 +3,7 @@ count or an option that you may change. They start the real programs in small ru
 minutes with the template's own model. The last lines say what was shown.
 
 python -m pytest tests/project
-WHERE=all python -m pytest tests/project    # in each precision of this machine, also on its GPU
+PLACE="cuda bf16-mixed" python -m pytest tests/project    # on the GPU, in another precision
 
 What your project needs, such as a data_dir, goes into settings.py beside this file. programs.py starts the runs,
 recorded.py notes in them what no file of a run has, and zygote.py makes them start sooner.
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import settings
 import torch
-from programs import Run, environment, fail, run, shown, small, words
+from programs import PLACE, Run, environment, fail, run, shown, small
 
 import config
 from runtime import cli, config_file
@@ -45,8 +45,8 @@ def assert_same(found: dict, expected: dict, advice: str) -> None:
 # ---- training
 
 
-def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(place, tmp_path: Path):
-    printed = run(f"train.py {small(**place)} --fast_run", tmp_path)
+def test_fast_run_tries_a_whole_run_with_a_resume_and_leaves_nothing(tmp_path: Path):
+    printed = run(f"train.py {small()} --fast_run", tmp_path)
     assert config.TrainConfig().monitor in printed  # so it has validated
     assert "after 2 of 2 steps" in printed and "after 4 of 4 steps" in printed
     assert list(tmp_path.iterdir()) == []
@@ -134,7 +134,7 @@ def first_that_differs(run: Run, other: Run) -> str:
 
 
 def what_changes(run: Run) -> str:
-    """Sentences on what the modules of `state` have beside parameters and buffers, if it changes in the run."""
+    """A sentence on what the modules of `state` have that no checkpoint has, if it changes in the run."""
     first: dict = {}
     changed = set()
     for rank, found in run.facts("extras"):
@@ -144,8 +144,8 @@ def what_changes(run: Run) -> str:
     if not changed:
         return ""
     return (
-        f"\nNeither parameter nor buffer, but it changes: {', '.join(sorted(changed)[:5])}. If a step depends on it, "
-        "use `register_buffer`, and write into it."
+        f"\nNo checkpoint has it, but it changes: {', '.join(sorted(changed)[:5])}. If a step depends on it, use "
+        "`register_buffer`, and write into it."
     )
 
 
@@ -196,7 +196,9 @@ WRONG = {
     "for the same parameters, step that.",
     "overridden": "The loop sets other learning rates than {}, which is without effect: docs/training.md shows how to "
     "use a scheduler of torch.",
-    "not clipped": "In step {} an optimizer gets a gradient of the norm {:.3g}, above --max_grad_norm {}: clip it "
+    "after report": "After report() of step {}, these change: {}. A checkpoint of that step does not have it: change "
+    "them before report().",
+    "not clipped": "In step {} {} gets a gradient of the norm {:.3g}, above --max_grad_norm {}: clip it "
     "after the backward passes, before `step()`. If that is right, take max_grad_norm out of SMALL.",
     "loss input": "F.{} gets {}.",
     "mode": "compute_loss calls `train()` or `eval()` of the model: validate() and the loop do that.",
@@ -227,12 +229,12 @@ def test_no_fact_shows_a_mistake(kind: str, whole: Run):
         fail(WRONG[kind].format(*fact))
 
 
-def test_what_may_be_a_mistake_is_said(whole: Run, place):
+def test_what_may_be_a_mistake_is_said(whole: Run):
     for kind, text in BEWARE.items():
         for fact in whole.facts(kind):
             shown("beware", text.format(*fact))
     for (name,) in whole.facts("unchanged"):
-        shown(f"{words(place)}: not changed by the run", name)
+        shown(f"{PLACE}: not changed by the run", name)
     for name in {name for name, *_ in whole.facts("order")}:
         epochs = [(found, share) for each, _, found, share in whole.facts("order") if each == name]
         if len(epochs) > 1 and len({found for found, _ in epochs}) == 1:
@@ -260,7 +262,7 @@ def test_ranks_have_the_same_state(two: Run):
     """All of it is restored from what rank 0 has saved."""
     ranks: list[dict] = [{}, {}]
     for step, rank, values in two.facts("state"):
-        ranks[rank] |= {f"state[{name!r}] after step {step}, on rank 1": value for name, value in values.items()}
+        ranks[rank] |= {f"{name} after step {step}, on rank 1": value for name, value in values.items()}
     advice = (
         "A checkpoint has what rank 0 has. Average it over the ranks, or make it on each from what all have; draw its "
         "random numbers at the top of a step, or before the first validation: after one they are others on each rank."
@@ -268,7 +270,7 @@ def test_ranks_have_the_same_state(two: Run):
     assert_same(ranks[1], ranks[0], advice)
 
 
-def test_no_sample_of_a_validation_or_test_is_in_another_set(whole: Run, place):
+def test_no_sample_of_a_validation_or_test_is_in_another_set(whole: Run):
     """By the checksums of the samples without augmentation. Two sets to train on may have some in common."""
     sets = {name: (size, found) for name, size, found in whole.facts("samples")}
     for name, (_, found) in sets.items():
@@ -290,14 +292,14 @@ def test_no_sample_of_a_validation_or_test_is_in_another_set(whole: Run, place):
 # ---- two processes
 
 
-def test_two_processes_get_the_inputs_of_one(whole: Run, two: Run, place):
+def test_two_processes_get_the_inputs_of_one(whole: Run, two: Run):
     """One process computes the two micro-batches of a step in turn, two compute them at once."""
     advice = (
         "The processes disagree on the order of the samples, or draw other random numbers than one process; or an "
         "argument of compute_loss holds what other micro-batches have left in it."
     )
     assert_same(two.inputs(), whole.inputs(), advice)
-    shown(f"{words(place)}: 2 processes", "same inputs")
+    shown(f"{PLACE}: 2 processes", "same inputs")
 
 
 def test_two_processes_write_the_lines_of_one(whole: Run, two: Run):
@@ -312,9 +314,9 @@ def test_two_processes_write_the_lines_of_one(whole: Run, two: Run):
         )
 
 
-def rounding(place: dict[str, str]) -> float:
+def rounding() -> float:
     """How much coarser the numbers of a precision are than those of float32."""
-    bits_of = (settings.SMALL | place)["precision"].partition("-")[0]
+    bits_of = settings.SMALL["precision"].partition("-")[0]
     dtype = {"bf16": torch.bfloat16, "16": torch.float16}.get(bits_of, torch.float32)
     return torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
 
@@ -344,13 +346,13 @@ def assert_close(found: list[float], expected: list[float], tolerance: float, na
     return distance / max(scale, 0.5)
 
 
-def test_two_processes_train_like_one(whole: Run, two: Run, place):
+def test_two_processes_train_like_one(whole: Run, two: Run):
     """In all that training logs. The norm of the gradient shows a wrong scale, which Adam hides from the losses."""
     differences = [
         assert_close(
             two.column(name),
             whole.column(name),
-            settings.TRAIN_TOLERANCE * rounding(place),
+            settings.TRAIN_TOLERANCE * rounding(),
             f"{name} of two processes",
             "The processes draw other random numbers than one process, or the gradient is not the mean of all "
             "micro-batches and processes: not averaged, or scaled by their number, or compute_loss itself reduces over "
@@ -360,15 +362,15 @@ def test_two_processes_train_like_one(whole: Run, two: Run, place):
         for name in sorted(whole.columns())
         if name.startswith("train/")
     ]
-    shown(f"{words(place)}: 2 processes", f"train/ within {max(differences):.0e}")
+    shown(f"{PLACE}: 2 processes", f"train/ within {max(differences):.0e}")
 
 
-def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: Path):
+def test_two_processes_validate_like_one(whole: Run, two: Run, tmp_path: Path):
     """What another seed changes may be as far from one process as the results of another seed: two processes have
     other batches than one, so other random numbers."""
     names = {name for name in whole.columns() if name.startswith("val/")}
-    tolerance = settings.VAL_TOLERANCE * rounding(place)
-    seeds: list[Run] = []
+    tolerance = settings.VAL_TOLERANCE * rounding()
+    seeds = [Run.train(tmp_path / "1", small(), shift=1)]
 
     def spread(name: str) -> float:
         """How far the results of other seeds are from those of this one, beyond rounding."""
@@ -376,17 +378,14 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
         distance = max(farthest(seed.column(name), expected) for seed in seeds)
         return distance if distance > 1e-6 * max(map(abs, expected)) else 0.0
 
-    def train_with_seeds(*numbers: int):
-        seeds.extend(Run.train(tmp_path / str(each), small(**place), shift=each) for each in numbers)
-
-    train_with_seeds(1)
     is_random = any(spread(name) for name in names)
     distance = {name: farthest(two.column(name), whole.column(name)) for name in names}
     far = [name for name in names if distance[name] > max(tolerance, settings.RANDOM_TOLERANCE * spread(name))]
     if is_random and far:  # one seed may be near by chance, and an accuracy may be equal
-        train_with_seeds(2, 3, 4)
+        seeds += [Run.train(tmp_path / str(each), small(), shift=each) for each in (2, 3, 4)]
     advice = (
-        "It is of the samples of one process alone, or is no mean of all samples: is the count that compute_loss "
+        "Where training differs, too, begin there. It is of the samples of one process alone, or is no mean of all "
+        "samples: is the count that compute_loss "
         "returns that of the samples, or, with class weights or ignored labels, the sum of their weights "
         "(docs/training.md)? Or it depends on how they are cut into batches; or something, such as an average of the "
         "weights, is kept on rank 0 alone."
@@ -402,7 +401,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
                     f"{name} of two processes differs {ratio:.0f} times as much as with four other seeds.\n{advice}"
                     f"{why or ' If it is meant to, put it into BY_BATCH.'}"
                 )
-            shown(f"{words(place)}: 2 processes, random validation", f"{name} as far as {ratio:.1g} times another seed")
+            shown(f"{PLACE}: 2 processes, random validation", f"{name} as far as {ratio:.1g} times another seed")
             shown("beware", f"{name} depends on random numbers, as with dropout in a validation")
             continue
         difference = assert_close(
@@ -413,7 +412,7 @@ def test_two_processes_validate_like_one(whole: Run, two: Run, place, tmp_path: 
             f"{advice} If it is rounding, give VAL_TOLERANCE a larger value.{of_monitor * (name == monitor)}{why}"
             f"{seeded_alike(whole, 'generators of a validation')}",
         )
-        shown(f"{words(place)}: 2 processes", f"{name} within {difference:.0e}")
+        shown(f"{PLACE}: 2 processes", f"{name} within {difference:.0e}")
 
 
 # What may be the cause of a difference, by the word of recorded.py, with the names that it has noted.
@@ -443,10 +442,10 @@ def has_no_samples(run: Run, name: str) -> bool:
     return True
 
 
-def test_the_finished_run_is_evaluated(whole: Run, place):
+def test_the_finished_run_is_evaluated(whole: Run):
     if has_no_samples(whole, "test"):
         return
-    run(f"test.py {small(config.EvalConfig, out_dir=whole.folder.name, **place)}", whole.folder.parent)
+    run(f"test.py {small(config.EvalConfig, out_dir=whole.folder.name)}", whole.folder.parent)
     (path,) = whole.folder.glob("test_*.json")
     found = json.loads(path.read_text())["num_samples"]
     (size,) = [size for name, size, _ in whole.facts("samples") if name == "test"]
@@ -454,15 +453,15 @@ def test_the_finished_run_is_evaluated(whole: Run, place):
         shown("beware", f"test.py evaluates {found} samples, 'test' has {size}")
 
 
-def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Path):
+def test_what_was_validated_is_what_is_evaluated(whole: Run, tmp_path: Path):
     if has_no_samples(whole, "val"):
         return
     run(
-        f"train.py {small(**place, max_steps='2', warmup_epochs='0', val_interval='2', limit_val_batches='1.0')}",
+        f"train.py {small(max_steps='2', warmup_epochs='0', val_interval='2', limit_val_batches='1.0')}",
         tmp_path,
     )
     validated = Run(tmp_path)
-    options = small(config.EvalConfig, out_dir=validated.folder.name, **place)
+    options = small(config.EvalConfig, out_dir=validated.folder.name)
     run(f"test.py {options} --split val --checkpoint last", tmp_path)
     (path,) = validated.folder.glob("test_val_*.json")
     results = json.loads(path.read_text())["results"]
@@ -477,15 +476,15 @@ def test_what_was_validated_is_what_is_evaluated(whole: Run, place, tmp_path: Pa
             'state["model"] of train.py is not the model that is validated, or a validation depends on what a '
             f"checkpoint does not have.{causes(whole)}",
         )
-    shown(f"{words(place)}: test.py", "what was validated is what is evaluated")
+    shown(f"{PLACE}: test.py", "what was validated is what is evaluated")
 
 
 # ---- options
 
 
-def test_a_run_has_the_options_that_were_given(whole: Run, place, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_has_the_options_that_were_given(whole: Run, monkeypatch: pytest.MonkeyPatch):
     for name in os.environ.keys() - environment().keys():
         monkeypatch.delenv(name)  # as in the run
-    given = cli.parse_train(config.TrainConfig, small(**place).split())
+    given = cli.parse_train(config.TrainConfig, small().split())
     written = config_file.read_config(config.TrainConfig, whole.folder)
     assert written == replace(given, num_threads=written.num_threads)  # torch may choose it
