@@ -74,8 +74,9 @@ def test_a_run_that_was_killed_and_resumed_has_the_same_inputs(alone: Run, resum
     if not found:
         fail("train.py did not call compute_loss with the micro-batches of `train_loader.micro_batches`")
     expected = alone.inputs()
-    names = [*expected]
-    later = {name: expected[name] for name in names[names.index(min(found, key=names.index)) :]}
+    names = list(expected)
+    first = next((number for number, name in enumerate(names) if name in found), 0)
+    later = {name: expected[name] for name in names[first:]}
     assert_same(
         found,
         later,
