@@ -366,7 +366,7 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
         note("overridden", ", ".join(sorted(overridden)))
     factors = [now / then for now, then in zip(rates, built["rates"].get(optimizer, ()), strict=False) if then]
     if factors and max(factors) > 1.001 * min(factors):
-        note("rates", *(", ".join(f"{rate:.3g}" for rate in each) for each in (built["rates"][optimizer], rates)))
+        note("rates", ", ".join(f"{rate:.3g}" for rate in built["rates"][optimizer]))
     stepped.setdefault(optimizer, set()).add(now["step"])
     limit = getattr(CONFIG, "max_grad_norm", 0)
     gradients = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]

@@ -215,7 +215,7 @@ BEWARE = {
     "training mode": "{} is in training mode {}",
     "partly shared": "state[{!r}] and state[{!r}] have parameters in common",
     "idle scheduler": "state[{!r}] has made no step",
-    "rates": "an optimizer was built with the rates {}, and steps with {}, in another ratio",
+    "rates": "an optimizer was built with the rates {}, and steps with rates in another ratio",
     "dtype": "{} is of {}, with --precision {}",
     "still": "state[{!r}] changes, but not its buffer {}, as that of another model does",
     "gradient": "the backward of {} is not the derivative of its forward (on purpose, as in a straight-through "
