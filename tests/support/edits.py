@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -92,23 +93,22 @@ class Place(NamedTuple):
 
     start: int
     end: int
-    names: dict[str, str]  # of the variables that are called otherwise there
+    names: dict[str, str]  # of the variables, by those that the code has for them
 
 
-def place_of(text: str, where: str, code: str) -> Place:
-    """Finds the one place of a piece of code in a function or class of a file; of several, that with the fewest other
-    names of variables."""
+def place_of(text: str, where: str, code: str, known: dict[str, str]) -> Place:
+    """Finds the one place of a piece of code in a function or class of a file, where some names of variables are known;
+    of several, that with the fewest other names."""
     pattern = pattern_of(code)
     found = []
     for node in (node for scope in scopes_of(text, where) for node in ast.walk(scope)):
         entries = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
         for parts in ((node,), *entries):
-            names: dict[str, str] = {}
+            names = dict(known)
             if len(parts) == len(pattern) and all(same(*pair, names) for pair in zip(pattern, parts, strict=True)):
-                others = {here: there for here, there in names.items() if here != there}
-                found.append(Place(offset(text, parts[0]), end_of(text, code, pattern[-1], parts[-1]), others))
-    fewest = min((len(place.names) for place in found), default=0)
-    best = [place for place in found if len(place.names) == fewest]
+                found.append(Place(offset(text, parts[0]), end_of(text, code, pattern[-1], parts[-1]), names))
+    others = [sum(here != there for here, there in place.names.items()) for place in found]
+    best = [place for place, number in zip(found, others, strict=True) if number == min(others)]
     assert len(best) == 1, f"{len(best)} times in {where or 'the file'}: {code}"
     return best[0]
 
@@ -195,19 +195,22 @@ def end_of(text: str, code: str, pattern: Any, node: Any) -> int:
 
 @cache
 def names_in(name: str, where: str) -> dict[str, str]:
-    """The variables of a function that are called otherwise than in the points above."""
+    """The names that the variables of the points above have in a function. The points that are found once tell them,
+    and by these the others are found."""
     text = (REPO / name).read_text()
     found: dict[str, str] = {}
-    for file, scope, code in POINTS.values():
-        if file == name and scope in (where, "train" if where == "report" else where):
-            found |= place_of(text, scope, code).names
-    return found
+    for _ in range(3):
+        for file, scope, code in POINTS.values():
+            if (file, scope) == (name, where):
+                with suppress(AssertionError):
+                    found |= place_of(text, scope, code, found).names
+    return (names_in(name, "train") if where == "report" else {}) | found
 
 
 def renamed(code: str, names: dict[str, str]) -> str:
     """Code of a test with the names that the variables have; not those of arguments, attributes and entries."""
     for here, there in names.items():
-        code = re.sub(rf"(?<![\w.\"']){here}\b(?![\"']|=[^=])", there, code)
+        code = code if here == there else re.sub(rf"(?<![\w.\"']){here}\b(?![\"']|=[^=])", there, code)
     return code
 
 
@@ -264,8 +267,9 @@ def changed(program: Path, point: str | tuple[str, str, str], code: str, change:
     name, where, pattern = POINTS[point] if isinstance(point, str) else point
     path = copy_programs(program) / name
     text = path.read_text()
-    start, end, _ = place_of(text, where, pattern)
-    path.write_text(change(text, start, end, renamed(code, names_in(name, where))))
+    names = names_in(name, where)
+    start, end, _ = place_of(text, where, pattern, names)
+    path.write_text(change(text, start, end, renamed(code, names)))
     return program
 
 
