@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import POINTS, insert_before, replace, with_text
+from edits import POINTS, insert_before, names_in, renamed, replace, with_text
 from helpers import (
     ON_2,
     SMALL,
@@ -78,6 +78,7 @@ OF_TENSOR = ("TypeError: iteration over a 0-d tensor", "IndexError: invalid inde
 
 def assert_traceback(error: str, program: Path, place: str, words: str | tuple) -> None:
     """It is whole, has the line of code, as it stands in the program, and ends with the cause, or one of them."""
+    place = renamed(place, names_in("train.py", "train") | names_in("train.py", "compute_loss"))
     first, *frames, last = error.splitlines()
     assert first == "Traceback (most recent call last):" and last.startswith(words), error
     assert [line for line in frames if line.startswith(f'  File "{program}/')] and place in "\n".join(frames), error
