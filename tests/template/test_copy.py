@@ -1094,7 +1094,7 @@ RIGHT: dict[str, tuple[list, str, str]] = {
     "a random accuracy": (
         [(INSTEAD, "outputs", "(logits + torch.rand_like(logits), targets)\n")],
         ON_TWO,
-        "2 processes, random validation: val/accuracy as far as",
+        "beware: val/accuracy depends on random numbers",
     ),
     "a parameter has no gradient": (
         [(BEFORE, "layers", "self.unused = nn.Linear(2, 2)")],
