@@ -395,7 +395,7 @@ OTHER_STATE = {"ema": "raw_model", "gan": "discriminator", "two_models": "peer",
 
 @pytest.mark.parametrize("recipe, options", [("contrastive", "--max_steps 4")])
 def test_two_processes_train(recipe: str, options: str, command: str, tmp_path: Path):
-    """Not like one: an image is compared with those of its own process."""
+    """Not like one: BatchNorm has the statistics of the first process."""
     assert "finished after 4 of 4 steps" in run(f"{command} {ON_2}", tmp_path).stdout
 
 
