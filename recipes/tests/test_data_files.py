@@ -171,14 +171,8 @@ def test_each_image_comes_with_its_class(build, files: Path):
         torch.testing.assert_close(found * 255, torch.from_numpy(images[order]).float().expand_as(found))
         assert classes.tolist() == targets[order].tolist()
         torch.testing.assert_close(torch.as_tensor(part[int(order[0])][0]), found[0])
-
-
-def test_a_subset_has_the_samples_of_its_indices(build):
-    part = build()["val"]
-    subset = Subset(part, [7, 3, 50])
-    images, targets = SeededBatches(subset, 42)[0, np.arange(3)]
-    expected, classes = SeededBatches(part, 42)[0, np.array([7, 3, 50])]
-    assert torch.equal(images, expected) and torch.equal(targets, classes)
+        subset = SeededBatches(Subset(part, order[:3].tolist()), 42)[0, np.arange(3)]
+        assert torch.equal(subset[0], found[:3]) and torch.equal(subset[1], classes[:3])
 
 
 def sampler_of(train, rank: int = 0, world_size: int = 1, step: int = 0):
@@ -298,59 +292,57 @@ def test_hugging_face_files_and_what_is_hidden_are_no_classes(files: Path, pictu
         assert torch.equal(found[split].rows["label"][:], plain[split].rows["label"][:])
 
 
-def test_hugging_face_pictures_of_a_class_without_training_pictures_are_named(pictures: Path, rows: ModuleType):
-    (pictures / "train" / "10").mkdir()
-    shutil.copytree(pictures / "val" / "1", pictures / "val" / "10")
-    assert error_of(rows, pictures) == "val has classes that train does not have: 10"
+def an_unseen_class(folder: Path) -> None:
+    (folder / "train" / "10").mkdir()
+    shutil.copytree(folder / "val" / "1", folder / "val" / "10")
 
 
-def test_hugging_face_pictures_in_no_folder_of_a_class_are_refused(pictures: Path, rows: ModuleType):
+def no_folders(folder: Path) -> None:
+    for path in [*folder.rglob("*.png")]:
+        path.rename(path.parents[1] / f"{path.parent.name}{path.name}")
+
+
+def deeper_folders(folder: Path) -> None:
     for split in SIZES:
-        for path in [*(pictures / split).rglob("*.png")]:
-            path.rename(pictures / split / f"{path.parent.name}{path.name}")
-    assert error_of(rows, pictures) == "val has classes that train does not have: val"
+        (folder / split / "1" / "more").mkdir()
+        (path, *_) = (folder / split / "1").glob("*.png")
+        path.rename(folder / split / "1" / "more" / path.name)
 
 
-def test_hugging_face_pictures_in_a_folder_of_a_class_s_folder_are_refused(pictures: Path, rows: ModuleType):
-    for split in SIZES:
-        (pictures / split / "1" / "more").mkdir()
-        (path, *_) = (pictures / split / "1").glob("*.png")
-        path.rename(pictures / split / "1" / "more" / path.name)
-    assert error_of(rows, pictures) == f"{pictures}: more lies deeper than the folders of the classes"
-
-
-def test_hugging_face_pictures_of_16_bits_are_refused(pictures: Path, rows: ModuleType):
+def sixteen_bits(folder: Path) -> None:
     """Pillow would make all white what is above 255."""
-    image = pytest.importorskip("PIL.Image")
-    for path in pictures.rglob("*.png"):
-        image.fromarray(np.full((8, 8), 30_000, np.uint16)).save(path)
-    assert "pictures of the mode I;16 of Pillow, not of 8 bits a channel" in error_of(rows, pictures)
+    for path in folder.rglob("*.png"):
+        Image.fromarray(np.full((8, 8), 30_000, np.uint16)).save(path)
 
 
-@pytest.mark.parametrize("label", ["-1", "null", "1.5", "true"])
+REFUSED = {an_unseen_class: "10", no_folders: "val", deeper_folders: "more", sixteen_bits: "I;16"}
+
+
+@pytest.mark.parametrize("edit", REFUSED)
+def test_hugging_face_pictures_that_cannot_be_read_are_refused(edit, pictures: Path, rows: ModuleType):
+    edit(pictures)
+    assert REFUSED[edit] in error_of(rows, pictures)
+
+
+@pytest.mark.parametrize("label", ["-1", "null", "1.5", "true", "no json"])
 def test_hugging_face_labels_that_are_no_classes_are_refused(label: str, rows: ModuleType, tmp_path: Path):
     for split in SIZES:
-        lines = [f'{{"image": [[[0, 1], [2, 3]]], "label": {label}}}\n' for label in (label, label, label)]
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
-    assert re.fullmatch("train: the label .* is neither text nor a number from 0", error_of(rows, tmp_path))
-
-
-def test_hugging_face_lines_that_are_no_json_are_refused(rows: ModuleType, tmp_path: Path):
-    for split in SIZES:
-        (tmp_path / f"{split}.jsonl").write_text('{"image": [[[0]]], "label": 1}\n{"image": [[[0\n')
-    assert "generating the dataset" in error_of(rows, tmp_path)
+        good = '{"image": [[[0]]], "label": 1}\n{"image": [[[0\n'
+        lines = good if label == "no json" else 3 * f'{{"image": [[[0, 1], [2, 3]]], "label": {label}}}\n'
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    assert ("generating the dataset" if label == "no json" else "train: the label ") in error_of(rows, tmp_path)
 
 
 def test_hugging_face_files_of_no_kind_of_two_or_with_other_columns_are_refused(rows: ModuleType, tmp_path: Path):
-    assert "found []" in error_of(rows, tmp_path)
+    assert "[]" in error_of(rows, tmp_path)
     for split in SIZES:
         (tmp_path / f"{split}.csv").write_text("image,class\na.png,3\n")
-    assert "the columns are image, class, not image and label" in error_of(rows, tmp_path)
+    assert "image, class" in error_of(rows, tmp_path)
     (tmp_path / "train.jsonl").write_text("{}\n")
-    assert "found ['json', 'csv']" in error_of(rows, tmp_path)
+    assert "['json', 'csv']" in error_of(rows, tmp_path)
     (tmp_path / "train.jsonl").unlink()
     (tmp_path / "val.csv").unlink()
-    assert error_of(rows, tmp_path) == 'Instruction "val" corresponds to no data!'
+    assert '"val"' in error_of(rows, tmp_path)
 
 
 def csv_in(folder: Path, files: Path, **names: list[str]) -> Path:
@@ -378,10 +370,9 @@ def test_hugging_face_classes_of_other_names_are_refused_by_a_resume_and_test_py
     options = f"{SMALL} --dataset hugging_face --effective_batch_size 8 --limit_train_batches 2 --max_steps 4"
     call(f"{program}/train.py {options} --data_dir {first}", tmp_path)
     call(f"{program}/test.py --accelerator cpu", tmp_path)
-    message = r"--data_dir: the classes are \['cat', 'dog', 'eel'\], but were \['ape', 'cat', 'dog'\]"
     for command in ("train.py --resume auto --max_steps 6", "test.py --accelerator cpu"):
         error = call(f"{program}/{command} --data_dir {other}", tmp_path, code=2).stderr
-        assert re.search(message, error.splitlines()[-1]), error
+        assert "--data_dir" in error.splitlines()[-1] and "eel" in error.splitlines()[-1], error
     call(f"{program}/train.py --resume auto --max_steps 6 --data_dir {first}", tmp_path)
 
 
@@ -421,7 +412,7 @@ def stream_program(files: Path, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def stream(stream_program: Path) -> ModuleType:
+def reader(stream_program: Path) -> ModuleType:
     return imported(stream_program, "stream")
 
 
@@ -438,9 +429,9 @@ def refused(program: Path, shards: Path, cwd: Path, options: str = "", code: int
     return line
 
 
-def test_a_stream_has_each_line_once_an_epoch(stream: ModuleType, files: Path):
+def test_a_stream_has_each_line_once_an_epoch(reader: ModuleType, files: Path):
     """But for the last ones, others in each epoch, and in another order."""
-    train = stream.build_stream(str(files / "stream"), 64)["train"]
+    train = reader.build_stream(str(files / "stream"), 64)["train"]
     epochs = [train.order(epoch, torch.Generator().manual_seed(epoch)) for epoch in range(3)]
     for order in epochs:
         assert len(order) == 9 * 64 == len(set(order.tolist())) and order.min() >= 0 and order.max() < 600
@@ -449,33 +440,33 @@ def test_a_stream_has_each_line_once_an_epoch(stream: ModuleType, files: Path):
 
 
 @pytest.mark.parametrize("world_size, num_workers", [(2, 1), (1, 4), (2, 2), (4, 4)])
-def test_a_part_of_a_stream_is_read_by_one_process(world_size, num_workers, stream, tmp_path: Path):
+def test_a_part_of_a_stream_is_read_by_one_process(world_size, num_workers, reader, tmp_path: Path):
     """So a shard is, where no two parts meet. The order needs no more of the 64 shards than their sizes."""
     sizes = {f"train-{shard:02d}.jsonl.gz": (100 + shard, 0) for shard in range(64)}  # of empty files
     for name in sizes:
         (tmp_path / name).touch()
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
-    train = stream.Stream(tmp_path, 64)
+    train = reader.Stream(tmp_path, 64)
     readers = set()
     for rank in range(world_size):
         for number, (_, lines) in enumerate(sampler_of(train, rank, world_size)):
             shards = np.searchsorted(train.starts, lines, side="right") - 1
             readers |= {(shard, rank, number % num_workers) for shard in shards.tolist()}
-    assert len(readers) <= len(train.shards) + stream.PARTS - 1
+    assert len(readers) <= len(train.shards) + reader.PARTS - 1
 
 
-def test_a_resumed_stream_reads_no_shard_but_those_of_its_batch(stream, files: Path, monkeypatch):
+def test_a_resumed_stream_reads_no_shard_but_those_of_its_batch(reader: ModuleType, files: Path, monkeypatch):
     """However long the run has been. So what it skips is limited by the size of a shard: --timeout holds there."""
-    train = stream.build_stream(str(files / "stream"), 64)["train"]
+    train = reader.build_stream(str(files / "stream"), 64)["train"]
     _, lines = next(iter(sampler_of(train, step=1000 * 9 + 4)))
-    read, plain = [], stream.lines_of
+    read, plain = [], reader.lines_of
 
     def counted(path: Path):
         for line in plain(path):
             read.append(path)
             yield line
 
-    monkeypatch.setattr(stream, "lines_of", counted)
+    monkeypatch.setattr(reader, "lines_of", counted)
     for index in lines.tolist():
         train[index]
     used = set(np.searchsorted(train.starts, lines, side="right") - 1)
@@ -483,14 +474,14 @@ def test_a_resumed_stream_reads_no_shard_but_those_of_its_batch(stream, files: P
     assert len(read) <= sum(train.sizes[shard] for shard in used) < 600
 
 
-def test_a_stream_reads_each_shard_once_but_where_it_is_cut(stream: ModuleType, files: Path, monkeypatch):
+def test_a_stream_reads_each_shard_once_but_where_it_is_cut(reader: ModuleType, files: Path, monkeypatch):
     """By one process without workers, which has all parts."""
-    train = stream.build_stream(str(files / "stream"), 64)["train"]
-    order, opened, plain = train.order(0, torch.Generator().manual_seed(0)), [], stream.lines_of
-    monkeypatch.setattr(stream, "lines_of", lambda path: opened.append(path) or plain(path))
+    train = reader.build_stream(str(files / "stream"), 64)["train"]
+    order, opened, plain = train.order(0, torch.Generator().manual_seed(0)), [], reader.lines_of
+    monkeypatch.setattr(reader, "lines_of", lambda path: opened.append(path) or plain(path))
     for index in order.tolist():
         train[index]
-    assert {*opened} <= {*train.shards} and len(opened) < len(train.shards) + stream.PARTS
+    assert {*opened} <= {*train.shards} and len(opened) < len(train.shards) + reader.PARTS
 
 
 def test_a_stream_with_too_few_shards_or_another_batch_is_refused(stream_program: Path, shards: Path, tmp_path: Path):
