@@ -355,20 +355,17 @@ def test_resume_with_a_value_that_is_not_allowed_or_makes_the_state_meaningless(
 
 
 @pytest.mark.parametrize(
-    "mistake, words",
-    [({"epochs": -1}, "above 0"), ({"base_lr": float("nan")}, "above 0"), ({"strategy": "fsdp"}, "ddp"),
-     ({"limit_val_batches": 2.5}, "2.5"), ({"logger_name": ("csv", "mlflow")}, "csv, tensorboard, wandb"),
-     ({"monitor_mode": "up", "monitor": "val/f1"}, "max, min"), ({"monitor": "val/f1"}, "--monitor_mode"),
-     ({"monitor_mode": "min"}, "--monitor")],
+    "cls, mistake, words",
+    [(TrainConfig, {"epochs": -1}, "above 0"), (TrainConfig, {"base_lr": float("nan")}, "above 0"),
+     (TrainConfig, {"strategy": "fsdp"}, "ddp"), (TrainConfig, {"limit_val_batches": 2.5}, "2.5"),
+     (TrainConfig, {"logger_name": ("csv", "mlflow")}, "csv, tensorboard, wandb"),
+     (TrainConfig, {"monitor_mode": "up", "monitor": "val/f1"}, "max, min"),
+     (EvalConfig, {"batch_size": -1}, "at least 0"), (EvalConfig, {"split": "all"}, "test, val, train")],
 )  # fmt: skip
-def test_a_config_checks_itself_wherever_it_is_made(mistake: dict, words: str):
-    with pytest.raises(ValueError, match=rf"--{next(iter(mistake))}\b.*{words}"):
-        TrainConfig(**mistake)
-    with pytest.raises(ValueError, match=r"--batch_size -1\b.*at least 0"):
-        EvalConfig(out_dir="train_out", batch_size=-1)
-    if len(mistake) > 1 or "monitor" not in next(iter(mistake)):
-        with pytest.raises(ValueError, match=rf"--{next(iter(mistake))}\b"):
-            replace(TrainConfig(), **mistake)
+def test_a_config_checks_itself_wherever_it_is_made(cls: type, mistake: dict, words: str):
+    for make in (lambda: cls(**mistake), lambda: replace(cls(), **mistake)):
+        with pytest.raises(ValueError, match=rf"--{next(iter(mistake))}\b.*{words}"):
+            make()
 
 
 @pytest.mark.parametrize("name, value", [("monitor", "val/loss"), ("monitor_mode", "min")])
@@ -383,6 +380,8 @@ def test_monitor_and_its_mode_are_given_together_in_each_source(name: str, value
     for options in ("", "pair.yaml", "--monitor val/f1 --monitor_mode max"):
         with pytest.raises(ConfigError, match=f"^--config_path half.yaml: {told}"):
             train(f"--config_path half.yaml {options}")
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        TrainConfig(**{name: value})
 
 
 # ---- help
