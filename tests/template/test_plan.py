@@ -1,21 +1,26 @@
-"""The arithmetic on options: batches, steps, intervals, the learning rate."""
+"""The arithmetic on options: batches, steps, intervals, the learning rate. And the schedulers of torch, as
+docs/training.md adds them, go on after a resume as if nothing had happened."""
 
 import math
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from helpers import LONG, checkpoint, diffs, edited, history, killed_and_resumed, newest, run_dir
 
 from config import TrainConfig
 from runtime.errors import ConfigError
 from utils import Plan, limit, make_plan, scale_lr
 
 
-def plan_of(world_size: int = 1, saved: int = 0, train_samples: int = 1000, **options) -> Plan:
+def plan_of(world_size: int = 1, saved: int = 0, train_samples: int = 1217, **options) -> Plan:
     return make_plan(TrainConfig(**options), train_samples, 200, world_size, saved)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("micro", [0, 1, 2, 8, 24])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro", [0, 1, 2, 24])
 def test_the_batch_is_split_among_devices_and_micro_batches(world_size: int, micro: int):
     """The equation holds, or the error names the nearest values for which it does."""
     for effective in range(1, 100):
@@ -27,81 +32,68 @@ def test_the_batch_is_split_among_devices_and_micro_batches(world_size: int, mic
                 assert effective == world_size * plan.micro_batch_size * plan.grad_accum_steps
                 kept = saved if saved and effective % (world_size * saved) == 0 else effective // world_size
                 assert plan.micro_batch_size == (micro or kept)
-        else:
-            with pytest.raises(ConfigError) as error:
-                plan_of(world_size, **options)
-            below = effective // unit * unit
-            named = re.search(
-                rf"--effective_batch_size {effective}: .*; nearest: (?:(\d+) or )?(\d+)$", str(error.value)
-            )
-            assert (int(named[1] or 0), int(named[2])) == (below, below + unit)
+            continue
+        with pytest.raises(ConfigError) as error:
+            plan_of(world_size, **options)
+        below = effective // unit * unit
+        named = re.search(rf"--effective_batch_size {effective}: .*: (?:(\d+) or )?(\d+)$", str(error.value))
+        assert (int(named[1] or 0), int(named[2])) == (below, below + unit)
+
+
+INTERVALS = ("log_interval", "val_interval", "save_interval")
 
 
 @pytest.mark.parametrize(
-    "options, steps, intervals",
+    "options, expected",
     [
-        ({}, (19, 380), (19, 19, 19)),
-        ({"max_steps": 21}, (19, 21), (19, 19, 19)),
-        ({"epochs": 0.01, "warmup_epochs": 0.0}, (19, 1), (19, 19, 19)),
-        ({"epochs": 2.5, "limit_train_batches": 4}, (4, 10), (4, 4, 4)),
-        ({"log_per_epoch": 2, "val_frequency": 0.5, "checkpoint_frequency": 3}, (19, 380), (9.5, 9.5, 57)),
-        ({"log_interval": 3, "val_interval": 4, "checkpoint_interval": 5}, (19, 380), (3, 4, 5)),
-        ({"checkpoint_frequency": 0.0}, (19, 380), (19, 19, math.inf)),
+        ({}, {"steps_per_epoch": 19, "total_steps": 380, "warmup_steps": 19, **dict.fromkeys(INTERVALS, 19)}),
+        ({"max_steps": 21}, {"steps_per_epoch": 19, "total_steps": 21, **dict.fromkeys(INTERVALS, 19)}),
+        ({"epochs": 0.01, "warmup_epochs": 0.0}, {"total_steps": 1, "warmup_steps": 0, "log_interval": 19}),
+        ({"epochs": 2.5, "limit_train_batches": 4}, {"total_steps": 10, **dict.fromkeys(INTERVALS, 4)}),
+        ({"log_per_epoch": 2, "val_frequency": 0.5, "checkpoint_frequency": 3},
+         dict(zip(INTERVALS, (9.5, 9.5, 57), strict=True))),
+        ({"log_interval": 3, "val_interval": 4, "checkpoint_interval": 5},
+         dict(zip(INTERVALS, (3, 4, 5), strict=True))),
+        ({"checkpoint_frequency": 0.0}, {"val_interval": 19, "save_interval": math.inf}),
+        ({"warmup_epochs": 0.5, "limit_train_batches": 5}, {"warmup_steps": 2.5}),
+        ({"warmup_epochs": 20.0}, {"warmup_steps": 380}),
+        ({"warmup_epochs": 30.0, "fast_run": 4}, {"warmup_steps": 570}),
+        # The rest of an epoch is its last step; a limit leaves it out, and a fast run rehearses it.
+        ({"drop_last": False}, {"steps_per_epoch": 20, "last_batch_size": 1}),
+        ({"drop_last": False, "effective_batch_size": 100}, {"steps_per_epoch": 13, "last_batch_size": 17}),
+        ({"drop_last": False, "effective_batch_size": 100, "micro_batch_size": 10}, {"last_batch_size": 10}),
+        ({"drop_last": False, "effective_batch_size": 1217}, {"steps_per_epoch": 1, "last_batch_size": 1217}),
+        ({"drop_last": False, "limit_train_batches": 5}, {"steps_per_epoch": 5, "last_batch_size": 64}),
+        ({"drop_last": False, "limit_train_batches": 2, "fast_run": 4}, {"steps_per_epoch": 2, "last_batch_size": 1}),
+        ({"drop_last": False, "micro_batch_size": 32, "train_samples": 1216}, {"last_batch_size": 64}),
+        ({"effective_batch_size": 64, "train_samples": 64}, {"steps_per_epoch": 1}),
+        *(({"world_size": n, "limit_val_batches": limited}, {"val_samples": samples}) for n in (1, 2, 4)
+          for limited, samples in ((2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0))),
     ],
-)
-def test_epochs_become_steps(options: dict, steps: tuple, intervals: tuple):
-    plan = plan_of(train_samples=1217, **options)
-    assert (plan.steps_per_epoch, plan.total_steps) == steps
-    assert (plan.log_interval, plan.val_interval, plan.save_interval) == intervals
+)  # fmt: skip
+def test_what_the_options_become(options: dict, expected: dict):
+    plan = plan_of(**options)
+    assert {name: getattr(plan, name) for name in expected} == expected
+    last = plan.last_batch_size
+    assert last == (expected.get("last_batch_size", last) if "drop_last" in options else plan.effective_batch_size)
+    told = plan.lines(TrainConfig())[-1]
+    assert told.endswith(f" {last} samples" if last < plan.effective_batch_size else " steps")
 
 
 @pytest.mark.parametrize(
-    "options, steps",
+    "options, words",
     [
-        ({}, 19),
-        ({"warmup_epochs": 0.0}, 0),
-        ({"warmup_epochs": 0.5, "limit_train_batches": 5}, 2.5),
-        ({"warmup_epochs": 20.0}, 380),
-        ({"warmup_epochs": 30.0, "fast_run": 4}, 570),
+        ({"warmup_epochs": 30.0}, "--warmup_epochs 30: .*570 .*380"),
+        ({"warmup_epochs": 30.0, "max_steps": 380, "epochs": 100.0}, "--warmup_epochs 30: .*570 .*380"),
+        ({"warmup_epochs": 1.5, "epochs": 1.0}, "--warmup_epochs 1.5: .*28.5 .*19"),
+        ({"drop_last": False, "micro_batch_size": 32}, r"--drop_last False: .* 1 sample\(s\) for 2 "),
+        ({"train_samples": 64, "effective_batch_size": 65}, "--effective_batch_size 65: .*64"),
     ],
 )
-def test_the_warm_up_is_in_steps(options: dict, steps: float):
-    assert plan_of(train_samples=1217, **options).warmup_steps == steps
-
-
-@pytest.mark.parametrize("options", [{"warmup_epochs": 30.0}, {"warmup_epochs": 1.5, "epochs": 1.0}])
-def test_a_warm_up_longer_than_the_run_is_refused(options: dict):
-    """The learning rate would never arrive."""
-    has, run = 19 * options["warmup_epochs"], 19 * options.get("epochs", 20)
-    words = f"^--warmup_epochs {options['warmup_epochs']:g}: is {has:g} steps, but the run has {run:g}$"
-    for more in ({}, {"max_steps": int(run), "epochs": 100.0}):
-        with pytest.raises(ConfigError, match=words):
-            plan_of(train_samples=1217, **options | more)
-
-
-@pytest.mark.parametrize(
-    "options, steps, last",
-    [
-        ({}, 20, 1),
-        ({"effective_batch_size": 100}, 13, 17),
-        ({"effective_batch_size": 100, "micro_batch_size": 10}, 13, 10),
-        ({"effective_batch_size": 1217}, 1, 1217),
-        ({"limit_train_batches": 5}, 5, 64),  # which leaves the rest out
-        ({"limit_train_batches": 2, "fast_run": 4}, 2, 1),  # which rehearses it
-    ],
-)
-def test_the_rest_of_an_epoch_is_its_last_step(options: dict, steps: int, last: int):
-    plan = plan_of(train_samples=1217, drop_last=False, **options)
-    assert (plan.steps_per_epoch, plan.last_batch_size) == (steps, last)
-    assert plan_of(train_samples=1217, **options).last_batch_size == plan.effective_batch_size
-    said = plan.lines(TrainConfig())[-1]
-    assert said.endswith(f" steps, the last of {last} samples" if last < plan.effective_batch_size else " steps")
-
-
-def test_a_rest_of_fewer_samples_than_micro_batches_is_refused():
-    with pytest.raises(ConfigError, match=r"^--drop_last False: the last step of an epoch has 1 sample\(s\) for 2 "):
-        plan_of(train_samples=1217, drop_last=False, micro_batch_size=32)
-    assert plan_of(train_samples=1216, drop_last=False, micro_batch_size=32).last_batch_size == 64
+def test_a_plan_that_cannot_be_is_refused(options: dict, words: str):
+    """Such as a warm-up after which the learning rate never arrives."""
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        plan_of(**options)
 
 
 def test_what_is_due_after_a_step():
@@ -113,64 +105,101 @@ def test_what_is_due_after_a_step():
     assert [step for step in due if plan.logs(step)] == [step for step in due if "log" in due[step]]
 
 
-def test_the_whole_training_set_may_be_one_batch():
-    assert plan_of(train_samples=64, effective_batch_size=64).steps_per_epoch == 1
-    with pytest.raises(ConfigError, match="^--effective_batch_size 65: there are only 64 training samples$"):
-        plan_of(train_samples=64, effective_batch_size=65)
+def due(interval: float, last: int, plan: Plan | None = None) -> list[int]:
+    plan = plan or plan_of(max_steps=10**9)
+    return [step for step in range(1, last + 1) if plan.is_due(step, interval)]
 
 
-@pytest.mark.parametrize("limited, expected", [(2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0)])
-def test_a_validation_is_limited_in_effective_batches(limited: int | float, expected: int):
-    """So it is the same on any number of devices."""
-    for world_size in (1, 2, 4):
-        assert plan_of(world_size, limit_val_batches=limited).val_samples == expected
-
-
-def test_scale_lr():
-    """Goyal et al. 2017, section 2.1: 0.1 for 256 samples becomes 3.2 for 8192; the square root gives 0.1 sqrt(32)."""
-    assert scale_lr(0.1, 8192, 256, "linear") == pytest.approx(3.2)
-    assert scale_lr(0.1, 8192, 256, "sqrt") == pytest.approx(0.1 * 32**0.5)
-    assert scale_lr(0.1, 8192, 256, "none") == 0.1
-    assert scale_lr(0.1, 64, 256, "linear") == pytest.approx(0.025)
-    assert scale_lr(0.1, 64, 256, "sqrt") == pytest.approx(0.05)
-
-
-ENDLESS = plan_of(max_steps=10**9)
-
-
-@pytest.mark.parametrize("steps_per_epoch", [4, 19, 22, 100, 937])
-@pytest.mark.parametrize("times", [1, 2, 3, 4])
-def test_is_due_so_many_times_in_each_epoch(steps_per_epoch: int, times: int):
-    interval = steps_per_epoch / times
-    for epoch in range(30):
-        steps = range(epoch * steps_per_epoch + 1, (epoch + 1) * steps_per_epoch + 1)
-        due = [step for step in steps if ENDLESS.is_due(step, interval)]
-        assert len(due) == times
-        assert due[-1] == steps[-1]
-
-
-def test_is_due_for_a_fraction_of_an_epoch():
-    """0.1 of 22 steps: exactly ten per epoch."""
-    for epoch in range(1000):
-        assert sum(ENDLESS.is_due(step, 0.1 * 22) for step in range(epoch * 22 + 1, (epoch + 1) * 22 + 1)) == 10
-
-
-def test_is_due_every_so_many_epochs_and_at_most_once_a_step():
-    assert [step for step in range(1, 100) if ENDLESS.is_due(step, 2.5 * 10)] == [25, 50, 75]
-    assert [step for step in range(1, 100) if ENDLESS.is_due(step, 1.5 * 19)] == [29, 57, 86]
-    assert all(ENDLESS.is_due(step, 0.25) for step in range(1, 100))
-
-
-def test_is_due_at_the_last_step_whatever_the_interval():
-    plan = plan_of(max_steps=11, warmup_epochs=0.0)
+def test_how_often_a_step_is_due():
+    """So many times in each epoch, and at its end; at most once a step; at the last step whatever the interval."""
+    for steps_per_epoch in (4, 19, 22, 100, 937):
+        for times in (1, 2, 3, 4):
+            found = due(steps_per_epoch / times, 30 * steps_per_epoch)
+            assert len(found) == 30 * times
+            assert found[times - 1 :: times] == [steps_per_epoch * (epoch + 1) for epoch in range(30)]
+    steps = due(0.1 * 22, 22000)  # 0.1 of 22 steps: exactly ten per epoch
+    assert all(
+        sum(epoch * 22 < step <= epoch * 22 + 22 for step in steps[epoch * 10 :][:10]) == 10 for epoch in range(1000)
+    )
+    assert due(2.5 * 10, 99) == [25, 50, 75] and due(1.5 * 19, 99) == [29, 57, 86] and due(0.25, 99) == [*range(1, 100)]
     for interval in (100, math.inf):
-        assert [step for step in range(1, 12) if plan.is_due(step, interval)] == [11]
+        assert due(interval, 11, plan_of(max_steps=11, warmup_epochs=0.0)) == [11]
 
 
+def test_scale_lr_and_limit():
+    """Goyal et al. 2017, section 2.1: 0.1 for 256 samples becomes 3.2 for 8192; the square root gives 0.1 sqrt(32)."""
+    for size, rule, lr in ((8192, "linear", 3.2), (8192, "sqrt", 0.1 * 32**0.5), (8192, "none", 0.1),
+                           (64, "linear", 0.025), (64, "sqrt", 0.05)):  # fmt: skip
+        assert scale_lr(0.1, size, 256, rule) == pytest.approx(lr)
+    limits = {(19, 5): 5, (19, 0): 0, (19, 100): 19, (19, 0.5): 9, (19, 0.01): 1, (30, 0.1): 3, (10, 0.7): 7,
+              (100, 0.29): 29}  # fmt: skip
+    assert {given: limit(*given) for given in limits} == limits
+    assert (limit(19, 1), limit(19, 1.0)) == (1, 19)  # which are one key
+
+
+# ---- the schedulers of torch
+
+SCHEDULER, PLATEAU = diffs("docs/training.md", "A scheduler of torch")
+EPOCHS = 12
+PLAN = SimpleNamespace(peak_lr=4e-3, total_steps=8 * EPOCHS)
+CONFIG = SimpleNamespace(monitor_mode="max")
+LOW_LR = 1e-5  # the accuracy stays as it is
+OPTIONS = f"{LONG} --epochs {EPOCHS} --log_interval 1"
+OF_TORCH = "torch.optim.lr_scheduler"
+SCHEDULERS = [
+    re.search(r"scheduler = (.*)", SCHEDULER)[1],  # that of the page
+    f"{OF_TORCH}.StepLR(optimizer, 7, 0.8)",
+    f"{OF_TORCH}.ExponentialLR(optimizer, 0.97)",
+    f"{OF_TORCH}.CosineAnnealingLR(optimizer, plan.total_steps)",
+    f"{OF_TORCH}.SequentialLR(optimizer, [{OF_TORCH}.LinearLR(optimizer, 0.1, total_iters=20), "
+    f"{OF_TORCH}.CosineAnnealingLR(optimizer, plan.total_steps - 20)], [20])",
+]
+# torch warns of a scheduler that does not see the optimizer's steps.
+sees_steps = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler")
+
+
+def of_torch(expression: str, lr: float) -> tuple:
+    """An optimizer of one parameter, and a scheduler."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr)
+    return optimizer, eval(expression, {"torch": torch, "optimizer": optimizer, "plan": PLAN, "config": CONFIG})
+
+
+def rates(cwd: Path) -> list[float]:
+    return [float(row["lr"]) for row in history(cwd)]
+
+
+@sees_steps
 @pytest.mark.parametrize(
-    "total, limited, expected",
-    [(19, 5, 5), (19, 0, 0), (19, 1, 1), (19, 100, 19), (19, 1.0, 19), (19, 0.5, 9), (19, 0.01, 1),
-     (30, 0.1, 3), (10, 0.7, 7), (100, 0.29, 29)],
-)  # fmt: skip
-def test_limit(total: int, limited: int | float, expected: int):
-    assert limit(total, limited) == expected
+    "expression",
+    [SCHEDULERS[0], *(pytest.param(each, marks=pytest.mark.night) for each in SCHEDULERS[1:])],
+    ids=lambda text: re.search(r"(\w+)\(", text)[1],
+)
+def test_a_scheduler_is_resumed_exactly(expression: str, tmp_path: Path):
+    """Its rates are those that torch gives."""
+    program = edited(SCHEDULER.replace(SCHEDULERS[0], expression), tmp_path / "program")
+    whole, _ = killed_and_resumed(f"{program}/{OPTIONS}", tmp_path)
+    optimizer, scheduler = of_torch(expression, PLAN.peak_lr)
+    expected = []
+    for _ in range(PLAN.total_steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(whole) == expected
+
+
+@sees_steps
+def test_a_rate_that_depends_on_the_results_is_resumed_exactly(tmp_path: Path):
+    """It is reduced before the kill and after it."""
+    program = edited(PLATEAU, tmp_path / "program")
+    whole, killed = killed_and_resumed(f"{program}/{OPTIONS} --val_interval 3 --base_lr {LOW_LR}", tmp_path)
+    optimizer, scheduler = of_torch(re.search(r"\+ +scheduler = (.*)", PLATEAU)[1], LOW_LR)
+    expected = []
+    for row in history(whole):
+        expected.append(optimizer.param_groups[0]["lr"])
+        if row["val/accuracy"]:
+            scheduler.step(float(row["val/accuracy"]))
+    assert rates(whole) == expected
+    resumed = int(re.search(r"resumed from .*step-(\d+)", (run_dir(killed) / "train.log").read_text())[1])
+    assert expected[0] > expected[resumed - 1] > expected[-1]
+    ours, theirs = (checkpoint(cwd, f"step-{newest(cwd):08}")["optimizer"]["param_groups"] for cwd in (killed, whole))
+    assert ours == theirs

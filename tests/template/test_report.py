@@ -28,6 +28,7 @@ from helpers import (
     without_locks,
 )
 from killer import kill_before
+from mistakes import assert_one_line
 
 # 12 steps, each logged; 4, 8 and 12 are validated, in batches of 16 samples: eight on one process, four on each of two.
 OPTIONS = (
@@ -94,38 +95,34 @@ def assert_resumed(cwd: Path, other: Path, devices: str = "") -> None:
 # ---- in a validation
 
 
+ACTIONS = {"signal": SIGTERM, "kill": SIGKILL, "metric": "raise ValueError('too few classes')"}
+PICTURE = 'if step == 8 and fabric.is_global_zero:\n    raise ValueError("no such font")'
+
+
 @DEVICES
-@pytest.mark.parametrize("options", [SAVED, BETWEEN], ids=["saved", "between two saves"])
-def test_a_signal_in_a_validation_ends_it_and_loses_no_step(options, devices, alone, program, cwd):
-    """Whichever rank gets it. The resumed run makes the validation again."""
+@pytest.mark.parametrize(
+    "what, options, code",
+    [("signal", SAVED, PREEMPTED), ("signal", BETWEEN, PREEMPTED), ("kill", SAVED, -signal.SIGKILL),
+     ("metric", SAVED, 1), (insert_before, SAVED, 1), (insert_after, SAVED, 1)],
+)  # fmt: skip
+def test_a_signal_in_a_validation_a_kill_or_a_metric_that_fails_or_a_picture_that_fails_loses_no_step(
+    what, options, code, devices, alone, program, cwd
+):
+    """The picture is drawn before the row is logged, or after it. A signal ends a validation, whichever rank gets it.
+    The resumed run makes the validation again."""
     options = f"{options} {devices}"
-    striking(program, cwd, SIGTERM, rank=1 if devices else 0)
-    done = run(f"{program}/train.py {options}", cwd, code=PREEMPTED)
-    assert "stopped after 8 of 12 steps" in done.stdout and "Traceback" not in done.stderr
-    assert newest(cwd) == 8 and checkpoint(cwd, "step-00000008")["due"] == ["validate", "log"]
-    assert history(cwd)[-1]["step"] == "7"
-    assert last_summary(cwd)["state"] == "interrupted"
-    assert_resumed(cwd, alone(options), devices)
-
-
-@DEVICES
-@pytest.mark.parametrize("action, code", [(SIGKILL, -signal.SIGKILL), ("raise ValueError('too few classes')", 1)])
-def test_a_kill_or_a_metric_that_fails_in_a_validation_loses_no_step(action, code, devices, alone, program, cwd):
-    options = f"{SAVED} {devices}"
-    striking(program, cwd, action)
+    if what in ACTIONS:
+        striking(program, cwd, ACTIONS[what], rank=1 if devices and what == "signal" else 0)
+    else:
+        what(program, "row is logged", PICTURE)
     done = run(f"{program}/train.py {options}", cwd, code=code)
     assert newest(cwd) == 8
-    assert ("ValueError: too few classes" in done.stderr) == (code == 1)
-    assert_resumed(cwd, alone(options), devices)
-
-
-@DEVICES
-@pytest.mark.parametrize("edit", [insert_before, insert_after], ids=["before the row is logged", "after it"])
-def test_a_picture_that_fails_beside_a_row_loses_no_step(edit, devices, alone, program, cwd):
-    options = f"{SAVED} {devices}"
-    edit(program, "row is logged", 'if step == 8 and fabric.is_global_zero:\n    raise OSError("no such font")')
-    run(f"{program}/train.py {options}", cwd, code=1)
-    assert newest(cwd) == 8
+    assert ("Traceback" in done.stderr and "ValueError: " in done.stderr) == (code == 1)
+    if what == "signal":
+        assert "stopped after 8 of 12 steps" in done.stdout
+        assert checkpoint(cwd, "step-00000008")["due"] == ["validate", "log"]
+        assert history(cwd)[-1]["step"] == "7"
+        assert last_summary(cwd)["state"] == "interrupted"
     assert_resumed(cwd, alone(options), devices)
 
 
@@ -143,10 +140,14 @@ def test_a_signal_in_the_validation_that_a_resume_makes_first_ends_it(devices, a
 
 
 @DEVICES
-def test_a_signal_before_the_first_step_makes_no_directory(devices, program, cwd):
-    striking(program, cwd, SIGTERM, step=0)
-    done = run(f"{program}/train.py {OPTIONS} --num_sanity_val_steps 8 {devices}", cwd, code=PREEMPTED)
-    assert done.stdout.splitlines()[-1] == "stopped before the first step"
+@pytest.mark.parametrize("how", ["signal", "break"])
+def test_an_end_before_the_first_step_makes_no_directory(how, devices, program, cwd):
+    if how == "signal":
+        striking(program, cwd, SIGTERM, step=0)
+    else:
+        insert_before(program, "step begins", "break")
+    done = run(f"{program}/train.py {OPTIONS} --num_sanity_val_steps 8 {devices}", cwd, PREEMPTED * (how == "signal"))
+    assert ("before the first step" if how == "signal" else "finished after 0 of 12 steps") in done.stdout
     assert [*cwd.iterdir()] == []
 
 
@@ -170,8 +171,7 @@ def test_weights_that_a_stopped_validation_has_changed_are_not_saved(alone, prog
 def test_a_loss_that_is_not_finite_is_neither_saved_nor_logged(program, cwd):
     """A resume from such a checkpoint would end with it again."""
     insert_before(program, "micro-batch is done", "values['loss'] = values['loss'] * (math.nan if step == 7 else 1)")
-    error = run(f"{program}/train.py {SAVED} --log_interval 4", cwd, code=1).stderr
-    assert error.startswith("train.py: error: the loss is nan in the steps up to 8; ")
+    assert_one_line(run(f"{program}/train.py {SAVED} --log_interval 4", cwd, code=1), "loss", "nan", "8")
     assert newest(cwd) == 4 and [row["step"] for row in rows(cwd)] == [4]
 
 
@@ -179,14 +179,11 @@ def test_a_loss_that_is_not_finite_is_neither_saved_nor_logged(program, cwd):
 
 
 def test_best_ckpt_is_a_link_to_the_checkpoint_of_its_step(alone):
+    """Of a step between two saves it is a file of its own."""
     folder = run_dir(alone(SAVED)) / "checkpoints"
     step = checkpoint(alone(SAVED), "best")["step"]
     assert (folder / "best.ckpt").samefile(folder / f"step-{step:08d}.ckpt")
-
-
-def test_best_ckpt_of_a_step_between_two_saves_is_a_file_of_its_own(alone):
-    assert checkpoint(alone(BETWEEN), "best")["step"] == checkpoint(alone(SAVED), "best")["step"]
-    assert checkpoint(alone(BETWEEN), "best")["due"] == []
+    assert checkpoint(alone(BETWEEN), "best")["step"] == step and checkpoint(alone(BETWEEN), "best")["due"] == []
 
 
 def test_best_ckpt_is_a_copy_where_there_are_no_links(alone, program, cwd):
@@ -261,11 +258,6 @@ def test_a_break_whose_end_a_kill_has_cut_off_is_finished_by_a_resume(change, pr
     torch.testing.assert_close(checkpoint(cwd, "step-00000006")["model"], weights(cwd), atol=0, rtol=0)
 
 
-def test_a_break_before_the_first_step_makes_no_directory(program, cwd):
-    done = call(f"{insert_before(program, 'step begins', 'break')}/train.py {SAVED}", cwd)
-    assert "finished after 0 of 12 steps" in done.stdout and [*cwd.iterdir()] == []
-
-
 CONTINUE = "if step in (5, 6):\n    {}\n    continue"
 SIGNAL_ONCE = "if os.path.exists('strike'):\n        os.remove('strike')\n        os.kill(os.getpid(), signal.SIGTERM)"
 
@@ -290,12 +282,8 @@ def test_a_step_that_is_left_by_continue_is_not_made_twice(how, program, cwd, tm
         assert newest(cwd) == 4
     call(f"{program}/train.py --resume auto", cwd)
     assert_same_run(cwd, whole)
-
-
-def test_a_last_step_that_is_left_by_continue_ends_the_run(program, cwd):
-    insert_before(program, "gradients are unscaled", CONTINUE.format("pass"))
-    done = call(f"{program}/train.py {SAVED} --max_steps 6", cwd)
-    assert "finished after 6 of 6 steps" in done.stdout and newest(cwd) == 6
+    done = call(f"{program}/train.py {SAVED} --max_steps 6 --out_dir short", cwd)  # the last step is left
+    assert "finished after 6 of 6 steps" in done.stdout
 
 
 def test_what_the_code_after_the_loop_does_is_in_model_pt_and_in_no_checkpoint(alone, program, cwd):

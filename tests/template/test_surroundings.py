@@ -34,6 +34,7 @@ from helpers import (
     terminate_group,
     wait_for,
 )
+from mistakes import assert_one_line, refuses
 
 # ---- the lock of a run
 
@@ -47,8 +48,7 @@ def test_a_run_that_copies_its_own_directory_keeps_its_lock(tmp_path, program, c
     try:
         wait_for((cwd / "copy" / ".lock").exists)
         wait_for(lambda: newest(cwd) > 24)
-        error = run("train.py --resume auto", cwd, code=2).stderr
-        assert error == f"train.py: error: --resume: another process is writing to {run_dir(cwd).name}\n"
+        assert_one_line(run("train.py --resume auto", cwd, code=2), "--resume", run_dir(cwd).name)
     finally:
         kill_group(process)
         end_of(process, pids)
@@ -218,7 +218,8 @@ def test_a_directory_that_is_gone_while_the_run_writes_is_told_in_one_line(tmp_p
     run_dir(tmp_path).rename(tmp_path / "gone")
     (line,) = end_of(process, pids)
     assert process.returncode == 1
-    assert line.startswith("train.py: error: the system refused to read or write the run: [Errno 2] No such file")
+    done = subprocess.CompletedProcess("train.py", 1, "", line)
+    assert_one_line(done, "[Errno 2] No such file")
 
 
 @contextmanager
@@ -239,9 +240,9 @@ def test_a_run_that_cannot_get_the_results_is_told_before_the_evaluation(finishe
     folder = Path(shutil.copytree(finished, tmp_path / finished.name))
     (folder / "checkpoints" / "best.ckpt").write_bytes(b"damaged, and not read")
     with read_only(folder):
-        error = call("test.py --accelerator cpu", tmp_path, code=2).stderr
-    assert error.startswith("test.py: error: --out_dir") and error.count("\n") == 1
-    assert "Permission denied" in error or "Read-only file system" in error
+        done = call("test.py --accelerator cpu", tmp_path, code=2)
+    assert_one_line(done, "--out_dir")
+    assert "Permission denied" in done.stderr or "Read-only file system" in done.stderr
 
 
 FAILS = """
@@ -260,10 +261,7 @@ zipfile.ZipFile.testzip = testzip
 def test_an_error_of_the_system_while_a_checkpoint_is_read_renames_nothing(tmp_path, program):
     call(f"train.py {SMALL} --max_steps 4", tmp_path)
     insert_before(program, "format", FAILS)
-    error = run(f"{program}/train.py --resume auto --max_steps 6", tmp_path, code=1).stderr
-    assert error.startswith(
-        "train.py: error: the system refused to read or write the run: [Errno 5] Input/output error"
-    )
+    assert_one_line(run(f"{program}/train.py --resume auto --max_steps 6", tmp_path, code=1), "[Errno 5]")
     assert not [*tmp_path.glob("*/checkpoints/*.damaged")]
 
 
@@ -320,9 +318,7 @@ def test_a_run_needs_no_other_program(tmp_path: Path):
 
 def test_no_folder_for_temporary_files_is_told_in_one_line(program: Path, cwd: Path):
     insert_before(program, "functions", "import tempfile\n\ntempfile.tempdir = '/proc/nowhere'\n\n\n")
-    error = run(f"{program}/train.py {SMALL}", cwd, code=2).stderr
-    assert error == "train.py: error: build_datasets: [Errno 2] No such file or directory: '/proc/nowhere'\n"
-    assert not [*cwd.iterdir()]
+    refuses(f"{program}/train.py {SMALL}", cwd, "build_datasets", "/proc/nowhere", how=run)
 
 
 REFUSES = """

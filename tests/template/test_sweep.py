@@ -15,6 +15,7 @@ import pytest
 import yaml
 from edits import copy_programs, insert_before, with_text
 from helpers import PREEMPTED, REPO, call, is_running, kill_group, run, run_forked_sweep, start, wait_for
+from mistakes import assert_one_line, refuses
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.recipes
@@ -112,22 +113,15 @@ def test_the_last_lines_name_the_runs_of_the_best_trial_and_evaluate_them(alone)
 
 
 def test_the_journal_and_the_outputs_are_in_one_folder(alone):
-    assert {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-\d-seed", path.name)} == {
-        "grid.yaml", "printed", "grid.sweep"
-    }  # fmt: skip
+    """The first line says where. A sweep that is done trains nothing, and says again what came out."""
+    names = {path.name for path in alone.iterdir() if not re.match(r"\d+-\d+-grid-\d-seed", path.name)}
+    assert names == {"grid.yaml", "printed", "grid.sweep"}
     assert {path.name for path in (alone / "grid.sweep").iterdir()} == {"journal", "0.log", "1.log"}
-
-
-def test_a_sweep_that_is_done_trains_nothing(alone):
+    lines = (alone / "printed").read_text().splitlines()
+    assert lines[0].startswith("points to train: 2 of 2, runs: 4; ") and lines[0].endswith(" grid.sweep/N.log")
     before = {path: path.stat().st_mtime_ns for path in alone.glob("2*/**/*")}
-    done = run(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", alone)
+    assert run(f"{SWEEP} grid.yaml --jobs 2 {OPTIONS}", alone).stdout.splitlines() == lines[-4:]
     assert {path: path.stat().st_mtime_ns for path in alone.glob("2*/**/*")} == before
-    assert done.stdout.splitlines() == (alone / "printed").read_text().splitlines()[-4:]
-
-
-def test_the_first_line_says_how_much_is_trained_and_where_the_outputs_are(alone):
-    first = (alone / "printed").read_text().splitlines()[0]
-    assert first == "points to train: 2 of 2, runs: 4; trial N prints to grid.sweep/N.log"
 
 
 def test_git_takes_neither_runs_nor_sweeps_for_files_of_the_project(alone, tmp_path):
@@ -192,8 +186,8 @@ def test_a_run_that_has_not_ended_with_its_sweep_is_waited_for(cwd):
 
 
 def test_the_same_command_goes_on_with_points_that_were_drawn(cwd):
-    (cwd / "grid.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2}\ndropout: {low: 0, high: 0.5}\n")
-    command = f"{SWEEP} grid.yaml --trials 3 --jobs 2 {OPTIONS} --epochs 40 --width 4"
+    (cwd / "grid.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2}\nwidth: {low: 4, high: 8, step: 2}\n")
+    command = f"{SWEEP} grid.yaml --trials 3 --jobs 2 {OPTIONS} --epochs 40"
     process = start(command, cwd)
     begun(cwd, 2)
     kill_group(process)
@@ -202,6 +196,7 @@ def test_the_same_command_goes_on_with_points_that_were_drawn(cwd):
     run(command, cwd)
     again = {trial.user_attrs["number"]: trial.params for trial in trials(cwd) if trial.state.name == "COMPLETE"}
     assert {number: again[number] for number in first} == first and len(again) == len(bests(cwd)) == 3
+    assert {point["width"] for point in again.values()} <= {4, 6, 8}
 
 
 NVIDIA_SMI = """#!/bin/bash
@@ -307,55 +302,42 @@ def test_a_run_that_stays_below_the_median_is_stopped(tmp_path):
     assert row == "state\ninterrupted\n"
 
 
-def test_points_of_ranges_are_drawn(tmp_path):
-    (tmp_path / "s.yaml").write_text("base_lr: {low: 1e-3, high: 1e-2, log: true}\nwidth: {low: 4, high: 8, step: 2}\n")
-    out = run_forked_sweep(f"s.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
-    assert out.startswith("points to train: 2 of 2, runs: 2; ")
-    for trial in trials(tmp_path, "s"):
-        assert 1e-3 <= trial.params["base_lr"] <= 1e-2 and trial.params["width"] in (4, 6, 8)
-    assert len(bests(tmp_path)) == 2
-
-
-def test_a_table_of_80_columns_shows_what_was_searched(tmp_path, monkeypatch):
-    ranges = {"base_lr": (1e-3, 1e-2), "dropout": (0.1, 0.5), "weight_decay": (0.01, 0.1), "warmup_epochs": (0.1, 0.5)}
-    lines = [f"{name}: {{low: {low}, high: {high}}}\n" for name, (low, high) in ranges.items()]
+def test_points_of_ranges_are_drawn_and_a_table_of_80_columns_shows_them(tmp_path, monkeypatch):
+    ranges = {"base_lr": "{low: 1e-3, high: 1e-2, log: true}", "dropout": "{low: 0.1, high: 0.5}",
+              "weight_decay": "{low: 0.01, high: 0.1}", "warmup_epochs": "{low: 0.1, high: 0.5}"}  # fmt: skip
+    lines = [f"{name}: {text}\n" for name, text in ranges.items()]
     (tmp_path / "search.yaml").write_text("".join(lines) + "seed: [1, 2]\n")
-    run_forked_sweep(f"search.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path)
+    out = run_forked_sweep(f"search.yaml --trials 2 {OPTIONS} --epochs 1", tmp_path).stdout
+    assert out.startswith("points to train: 2 of 2, runs: 4; ")
+    for trial in trials(tmp_path, "search"):
+        assert 1e-3 <= trial.params["base_lr"] <= 1e-2
     monkeypatch.setenv("COLUMNS", "80")
     lines = call("tools/runs.py .", tmp_path).stdout.splitlines()
     titles = ["run", "seed", "dropout", "base_", "warmup_", "weight_", "best", "state"]
     assert lines[1].split() == titles and max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[3:7]] == [f"search-{n}-seed={seed}" for n in (0, 1) for seed in (1, 2)]
-
-
-def test_a_choice_of_config_files_whose_failure_does_not_stop_the_others(tmp_path):
-    (tmp_path / "b.yaml").write_text("epochs: 1\neffective_batch_size: 5000\n")
-    (tmp_path / "c.yaml").write_text("epochs: 1\nwidth: 5\n")
-    (tmp_path / "s.yaml").write_text("config_path: [b.yaml, c.yaml]\n")
-    done = run_forked_sweep(f"s.yaml {OPTIONS}", tmp_path, code=1)
-    assert {*bests(tmp_path)} == {"s-1-config_path=c.yaml"}
-    assert "s-0-config_path=b.yaml ended with code 2, see s.sweep/0.log: " in done.stdout
-    assert "--effective_batch_size 5000" in (tmp_path / "s.sweep" / "0.log").read_text()
+    names = [line.split()[0] for line in lines if line.startswith("search-")]
+    assert names == [f"search-{n}-seed={seed}" for n in (0, 1) for seed in (1, 2)]
 
 
 CONFIGS = {
     "shared": "out_dir: experiment\nepochs: 10\nseed: 1\nlogger_name: [csv, tensorboard]\nearly_stopping_patience: 5\n",
     "large_batch": "comment: large batch\neffective_batch_size: 256\nlr_scaling_rule: sqrt\nwarmup_epochs: 2\n",
-    "regularized": "comment: regularized\ndropout: 0.5\nweight_decay: 0.1\n",
     "wide": "comment: wide\nwidth: 64\nbase_lr: 2e-3\n",
+    "wrong": "epochs: 1\neffective_batch_size: 5000\n",
 }
 
 
-def test_config_files_are_run_over_what_they_share(tmp_path):
+def test_config_files_are_run_over_what_they_share_and_one_that_fails_does_not_stop_the_others(tmp_path):
     for name, text in CONFIGS.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    (tmp_path / "e.yaml").write_text("config_path: [large_batch.yaml, regularized.yaml, wide.yaml]\n")
+    (tmp_path / "e.yaml").write_text("config_path: [wrong.yaml, large_batch.yaml, wide.yaml]\n")
     more = "--epochs 1 --warmup_epochs 0 --monitor val/loss --monitor_mode min"
-    done = run_forked_sweep(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path)
-    names = ("large_batch", "regularized", "wide")
+    done = run_forked_sweep(f"e.yaml {OPTIONS} --config_path shared.yaml {more}", tmp_path, code=1)
     losses = bests(tmp_path)
-    assert {*losses} == {f"e-{number}-config_path={name}.yaml" for number, name in enumerate(names)}
-    assert f"\nbest val/loss {min(losses.values()):.5g} of 3 trials: " in done.stdout
+    assert {*losses} == {"e-1-config_path=large_batch.yaml", "e-2-config_path=wide.yaml"}
+    assert f"\nbest val/loss {min(losses.values()):.5g} of 2 trials: " in done.stdout
+    assert "e-0-config_path=wrong.yaml ended with code 2, see e.sweep/0.log: " in done.stdout
+    assert "--effective_batch_size 5000" in (tmp_path / "e.sweep" / "0.log").read_text()
     for path in tmp_path.glob("*/config.yaml"):
         options = yaml.safe_load(path.read_text())
         assert options["seed"] == 1 and path.parent.name.endswith(f"={options['comment'].replace(' ', '_')}.yaml")
@@ -407,25 +389,9 @@ def test_nested_options_have_dots_or_are_a_mapping_as_in_a_config_file(content, 
     assert 0.2 <= found["decay"]["factor"] == trial.params["optim.decay.factor"] <= 0.3
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("optim: {momentun: [0.8, 0.9]}", "unknown option --optim.momentun; did you mean --optim.momentum?"),
-        ("optim: {momentum: {low: 0.8}}", "'high'; give [1, 2], or {low: 1, high: 2} with"),
-        ("optim: [0.8, 0.9]", "unknown option --optim"),
-    ],
-)
-def test_a_mistake_in_a_nested_option_is_one_line(content, message, with_nested_options, tmp_path):
-    (tmp_path / "s.yaml").write_text(content)
-    error = run_forked_sweep("s.yaml", tmp_path, code=2, program=with_nested_options).stderr
-    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", error)
-    assert os.listdir(tmp_path) == ["s.yaml"]
-
-
 def test_another_search_of_the_same_name_is_refused(alone):
     """Its runs would have the same names."""
-    error = run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 3", alone, code=2).stderr
-    assert re.fullmatch("sweep.py: error: grid.sweep is of other options: .*\n", error)
+    assert_one_line(run(f"{SWEEP} grid.yaml {OPTIONS} --epochs 3", alone, code=2), "grid.sweep")
 
 
 def test_root_dir_is_that_of_the_study_too_and_null_is_read_as_in_a_config_file(tmp_path):
@@ -437,64 +403,56 @@ def test_root_dir_is_that_of_the_study_too_and_null_is_read_as_in_a_config_file(
     assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["max_grad_norm"] == 1
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("grid.yaml -- --epohcs 3", "unknown option --epohcs; did you mean --epochs?"),
-        ("grid.yaml -- --epochs many", "many"),
-        ("wrong.yaml", "unknown option --epohcs"),
-        ("grid.yaml -- --epochs -1", "--epochs -1.0: must be above 0"),
-        ("ranges.yaml --prune -- --logger_name tensorboard", "--prune: cannot see the values without metrics.csv"),
-        ("grid.yaml -- --monitor val/f1", "--monitor val/f1: give --monitor and --monitor_mode together"),
-        ("nowhere.yaml", "nowhere.yaml: [Errno 2] No such file or directory"),
-    ],
-)
-def test_a_mistake_in_the_command_is_one_line_and_leaves_nothing(options: str, message: str, tmp_path: Path):
-    (tmp_path / "grid.yaml").write_text("width: [4, 5]\n")
-    (tmp_path / "ranges.yaml").write_text("width: {low: 4, high: 5}\n")
-    (tmp_path / "wrong.yaml").write_text("epohcs: 3\n")
-    before = sorted(os.listdir(tmp_path))
-    done = run(f"{SWEEP} {options}", tmp_path, code=2)
-    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", done.stderr)
-    assert sorted(os.listdir(tmp_path)) == before
+# The file, the options of the command, and what the line names.
+RANGE = "low: high:"
+MISTAKES = {
+    ("width: [4, 5]", "-- --epohcs 3"): "--epohcs --epochs?",
+    ("width: [4, 5]", "-- --epochs many"): "--epochs many",
+    ("width: [4, 5]", "-- --epochs -1"): "--epochs -1.0 above 0",
+    ("width: [4, 5]", "-- --monitor val/f1"): "--monitor val/f1 --monitor_mode",
+    ("width: [4, 5]", "--jobs 0"): "--jobs 0 1",
+    ("width: {low: 4, high: 5}", "--prune -- --logger_name tensorboard"): "--prune csv --logger_name",
+    (None, ""): "s.yaml",
+    ("epohcs: 3", ""): "--epohcs --epochs?",
+    ("wdth: [1, 2]", ""): "--wdth --width?",
+    ("wdth: {low: 4, high: 8}", ""): "--wdth --width?",
+    ("width: [4, many]", ""): "--width many",
+    ("width: [4, 0]", ""): "--width 0 above 0",
+    ("base_lr: {low: 0, high: 1}", ""): "--base_lr 0.0 above 0",
+    ("dropout: {low: 0, high: 0.5, log: true}", ""): "dropout:",
+    ("monitor: [val/f1, val/accuracy]\nmonitor_mode: max", ""): "monitor monitor_mode same",
+    ("monitor: val/f1\nmonitor_mode: [max, min]", ""): "monitor monitor_mode same",
+    ("width: [4, 5]\nmonitor: val/quality", ""): "--monitor --monitor_mode",
+    ("width: []", ""): "width:",
+    ("seed: []", ""): "seed:",
+    ("width: {low: 4}", ""): f"width: {RANGE}",
+    ("width: {high: 4}", ""): f"width: {RANGE}",
+    ("width: {low: 4, hihg: 8}", ""): f"width: {RANGE}",
+    ("width: {low: 8, high: 4}", ""): "width:",
+    ("width: {low: 4.5, high: 8}", ""): "--width 4.5",
+    ("comment: {low: a, high: b}", ""): "comment:",
+    ("config_path: [nowhere.yaml]", ""): "--config_path nowhere.yaml",
+    ("max_grad_norm: None", ""): "--max_grad_norm None",
+    ("width 4", ""): "s.yaml",
+}
+NESTED_MISTAKES = {
+    "optim: {momentun: [0.8, 0.9]}": "--optim.momentun --optim.momentum?",
+    "optim: {momentum: {low: 0.8}}": f"optim.momentum: {RANGE}",
+    "optim: [0.8, 0.9]": "--optim",
+}
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("wdth: [1, 2]", "unknown option --wdth; did you mean --width?"),
-        ("width: [4, many]", "many"),
-        ("width: [4, 0]", "--width 0: must be above 0"),
-        ("base_lr: {low: 0, high: 1}", "--base_lr 0.0: must be above 0"),
-        ("dropout: {low: 0, high: 0.5, log: true}", "dropout: "),
-        ("monitor: [val/f1, val/accuracy]\nmonitor_mode: max", "must be the same in all runs"),
-        ("monitor: val/f1\nmonitor_mode: [max, min]", "must be the same in all runs"),
-        ("width: []", "width: "),
-        ("seed: []", "seed: The `choices` must contain one or more elements"),
-        ("width: {low: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
-        ("width: {high: 4}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
-        ("width: {low: 4, hihg: 8}", "give [1, 2], or {low: 1, high: 2} with log: true or step: 1"),
-        ("wdth: {low: 4, high: 8}", "unknown option --wdth; did you mean --width?"),
-        ("config_path: [nowhere.yaml]", "--config_path nowhere.yaml: [Errno 2] No such file or directory"),
-        ("width: {low: 8, high: 4}", "width: "),
-        ("width: {low: 4.5, high: 8}", "--width: invalid int value: '4.5'"),
-        ("comment: {low: a, high: b}", "comment: "),
-        ("max_grad_norm: None", "--max_grad_norm: invalid float value: 'None'"),
-        ("width 4", "expected lines of `option: value`"),
-        ("width: [4, 5]\nmonitor: val/quality", "give --monitor and --monitor_mode together"),
-    ],
-)
-def test_a_mistake_is_one_line(content: str, message: str, tmp_path: Path):
+@pytest.mark.parametrize("content, options", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(content: str | None, options: str, tmp_path: Path):
+    if content is not None:
+        (tmp_path / "s.yaml").write_text(content)
+    refuses(f"{SWEEP} s.yaml {options}", tmp_path, *MISTAKES[content, options].split(), how=run)
+
+
+@pytest.mark.parametrize("content", NESTED_MISTAKES)
+def test_a_mistake_in_a_nested_option_is_one_line(content: str, with_nested_options, tmp_path):
     (tmp_path / "s.yaml").write_text(content)
-    error = run(f"{SWEEP} s.yaml", tmp_path, code=2).stderr
-    assert re.fullmatch(rf"sweep.py: error: .*{re.escape(message)}.*\n", error)
-    assert os.listdir(tmp_path) == ["s.yaml"]
-
-
-def test_a_number_of_jobs_that_cannot_be_is_one_line(tmp_path: Path):
-    (tmp_path / "s.yaml").write_text("width: [4, 5]")
-    error = run(f"{SWEEP} s.yaml --jobs 0", tmp_path, code=2).stderr
-    assert error == "sweep.py: error: --jobs 0: must be 1 or more\n"
+    refuses(f"{with_nested_options}/{SWEEP} s.yaml", tmp_path, *NESTED_MISTAKES[content].split(), how=run)
 
 
 def test_optuna_asks_first_for_a_point_that_waits_and_draws_the_rest_of_it():
