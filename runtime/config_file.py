@@ -73,7 +73,7 @@ def to_yaml(config: Any) -> str:
 
 @contextmanager
 def errors_of(source: str) -> Iterator[None]:
-    """Turns what is wrong with a YAML text into a ConfigError that names its source."""
+    """Turns what is wrong with options into a ConfigError that names their source."""
     try:
         yield
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -65,7 +65,7 @@ scandir = os.scandir
 now: dict[str, Any] = {"step": None, "is_validation": False, "number": None, "validations": 0, "set": None}
 state: dict[str, Any] = {}
 datasets: dict[str, Any] = {}
-built: dict[str, Any] = {}  # the metrics, the schedulers of torch, and others
+built: dict[str, Any] = {"loss": None, "rates": {}}  # the last loss, the metrics, and others
 followed: dict[nn.Module, str] = {}  # the modules of `state` and their parts, with their names
 stepped: dict[Optimizer, set[int]] = {}  # the steps of each optimizer, be it in `state` or not
 active: set[Optimizer] = set()  # those of `state` that have had a learning rate above 0
@@ -252,10 +252,10 @@ def plain(module: nn.Module) -> nn.Module:
     return getattr(found, "_orig_mod", found)
 
 
-def graph_of(*tensors: Tensor) -> set:
-    """The nodes from which tensors were computed, as far as there are not too many."""
+def graph_of(*tensors: Any) -> set:
+    """The nodes from which tensors were computed, as far as there are not too many. What is no tensor has none."""
     nodes: set = set()
-    todo = [tensor.grad_fn for tensor in tensors]
+    todo = [getattr(tensor, "grad_fn", None) for tensor in tensors]
     while todo and len(nodes) < MAX_NODES:
         node = todo.pop()
         if node and node not in nodes:
@@ -364,7 +364,7 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
     overridden = [type(each).__name__ for each in own if each.get_last_lr() != rates]
     if overridden and len(overridden) == len(own):  # one may hold others, and only the outer one has the rates of now
         note("overridden", ", ".join(sorted(overridden)))
-    factors = [now / then for now, then in zip(rates, built["rates"].get(optimizer, ()), strict=False) if then]
+    factors = [rate / first for rate, first in zip(rates, built["rates"].get(optimizer, ()), strict=False) if first]
     if factors and max(factors) > 1.001 * min(factors):
         note("rates", ", ".join(f"{rate:.3g}" for rate in built["rates"][optimizer]))
     stepped.setdefault(optimizer, set()).add(now["step"])
@@ -378,8 +378,7 @@ def note_step(optimizer: Any, arguments: Any, named: Any):
     if WHAT == "all":
         gc.collect()
         with_graph = [each for each in gc.get_objects() if type(each) is Tensor and each.grad_fn is not None]
-        kept = graph_of(*with_graph) - graph_of(built["loss"])
-        kept_nodes.append(len(kept))
+        kept_nodes.append(len(graph_of(*with_graph) - graph_of(built["loss"])))
 
 
 def extras() -> dict[str, Any]:

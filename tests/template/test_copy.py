@@ -687,6 +687,19 @@ PICKED = 'state["level"] = state["level"] + fabric.global_rank'
 
 # What is wrong: the edits, which tests tell it, and by which words.
 MISTAKES: dict[str, tuple[list, str, str]] = {
+    "nothing calls compute_loss": (
+        [
+            ("config.py", 'monitor="val/accuracy", monitor_mode="max"', 'monitor="train/loss", monitor_mode="min"'),
+            ("data.py", "ImageDataset(images[val], targets[val], num_classes=10)", "[]"),
+            (
+                INSTEAD,
+                ("train.py", "train", "compute_loss(model, batch, config)[0]"),
+                '{"loss": F.cross_entropy(model(batch[0]), batch[1])}',
+            ),
+        ],
+        "same_inputs and here",
+        "train.py did not call compute_loss with the micro-batches",
+    ),
     "step() is forgotten": ([(INSTEAD, "optimizer steps", "")], IDLE, "no parameter has changed in the run"),
     "zero_grad() comes before step()": (
         [(BEFORE, "optimizer steps", "optimizer.zero_grad()")],
