@@ -288,6 +288,27 @@ def indented(code: str, line: str) -> str:
     return textwrap.indent(textwrap.dedent(code).strip("\n") + "\n", margin)
 
 
+def entries_of(table: str) -> list[list]:
+    """The entries of a table that is a text: the cells of a line at the margin, and the edits below it."""
+    found = []
+    for entry in re.split(r"\n+(?=\S)", table.strip()):
+        head, *edits = re.split(r"\n  (?=\S)", entry)
+        found.append([*head.split(" | "), edits])
+    return found
+
+
+def with_edits(program: Path, edits: list[str]) -> Path:
+    """Makes the edits of an entry in a copy of the programs. One is: before, after or instead | an edit point, or a
+    file, a function and the code there | the code, which stands below if it has several lines."""
+    for edit in edits:
+        how, point, code = edit.split(" |", 2)
+        name = point.strip()
+        place = name if name in POINTS else tuple(name.split(", ", 2))
+        make = {"before": insert_before, "after": insert_after, "instead": replace}[how]
+        make(program, place, textwrap.dedent(code).strip())
+    return program
+
+
 def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:
     """Puts texts in place of others in a file of a program."""
     path = copy_programs(program) / name
