@@ -27,7 +27,6 @@ from helpers import (
     kill_group,
     killed_and_resumed,
     newest,
-    on_one_and_two,
     results,
     rows,
     run,
@@ -40,8 +39,6 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_logging import values, wandb_id, wandb_records
 from torch.utils.tensorboard import SummaryWriter
-
-TWELVE = f"{LONG} --epochs 12"
 
 pytestmark = pytest.mark.recipes
 
@@ -184,15 +181,6 @@ def test_without_a_validation_set_the_lowest_training_loss_is_best(tmp_path: Pat
     run(f"{program}/train.py --accelerator cpu --fast_run {ON_2}", tmp_path)
 
 
-def test_a_picture_of_each_validation_is_drawn_once_and_again_by_a_resume(tmp_path: Path):
-    program = made("evaluation", "A picture at each validation", tmp_path)
-    folders = killed_and_resumed(f"{program}/{TWELVE}", tmp_path)
-    whole, killed = ({path.name: path.read_bytes() for path in run_dir(cwd).glob("*.png")} for cwd in folders)
-    assert whole == killed and [*sorted(whole)] == [f"features-{step:08d}.png" for step in range(8, 97, 8)]
-    with Image.open(run_dir(folders[0]) / "features-00000008.png") as picture:
-        assert picture.size == (8, 4 * 8)
-
-
 @pytest.mark.parametrize("called, code", [("model.module", 0), ("model", 1)])
 def test_a_picture_after_a_step_by_model_module_where_model_hangs(called: str, code: int, tmp_path: Path):
     """Of a model with BatchNorm, on the first process of two."""
@@ -210,23 +198,6 @@ def test_a_picture_after_a_step_by_model_module_where_model_hangs(called: str, c
 
 def board_of(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
-
-
-def test_histograms_have_each_validation_once(tmp_path: Path):
-    program = made("evaluation", "Histograms in TensorBoard", tmp_path)
-
-    def resume(command: str, cwd: Path):
-        time.sleep(1.1)  # the second is in the name of the file, by which TensorBoard orders them
-        call(command, cwd)
-
-    _, killed = killed_and_resumed(f"{program}/{LONG} --logger_name csv tensorboard", tmp_path, resume)
-    (tmp_path / "two").mkdir()
-    run(f"{program}/train.py {SMALL} {ON_2}", tmp_path / "two")
-    for cwd in (killed, tmp_path / "two"):
-        board = board_of(run_dir(cwd)).Reload()
-        expected = [row["step"] for row in rows(cwd)]
-        assert [event.step for event in board.Histograms("weights/first")] == expected
-        assert [event.step for event in board.Scalars("train/loss")] == expected
 
 
 def test_an_open_tensorboard_shows_the_newer_of_two_files_and_a_folder_beside_it(tmp_path: Path):
@@ -333,28 +304,47 @@ def test_class_weights_with_the_loop_as_for_tokens_train_as_with_one_batch(tmp_p
     assert parts == pytest.approx(whole, rel=1e-5) == two
 
 
-def test_training_samples_have_another_shape_than_those_of_the_validation(tmp_path: Path):
-    program = made("data", "Training samples of another shape", tmp_path)
+TOGETHER = {
+    "A picture at each validation": "evaluation",
+    "Histograms in TensorBoard": "evaluation",
+    "Training samples of another shape": "data",
+    "A learning rate that falls by the results": "training",
+}
+
+
+def test_pictures_histograms_crops_and_a_rate_that_is_halved_are_resumed_and_the_same_on_two_processes(tmp_path: Path):
+    """All in one program. A validation, of which the first alone is better by 10, has one picture, also after a resume,
+    and one histogram."""
+    for heading, page in TOGETHER.items():
+        program = made(page, heading, tmp_path)
     insert_after(program, "batch", "print('shape', model.training, *images.shape[2:])")
     insert_before(program, "model", "print('built for', *image.shape[1:])")
-    killed_and_resumed(f"{program}/{LONG}", tmp_path)
-    (tmp_path / "new").mkdir()
-    printed = call(f"{program}/train.py {SMALL}", tmp_path / "new").stdout
-    shapes = [line for line in printed.splitlines() if line.startswith(("shape", "built"))]
-    assert shapes[:3] == ["built for 6 6", "shape False 8 8", "shape True 6 6"] and {*shapes} == {*shapes[:3]}
-    printed = call(f"{program}/test.py --accelerator cpu", tmp_path / "new").stdout
-    assert "built for 8 8\n" in printed and "shape False 8 8" in printed
-    one, two = on_one_and_two(f"{program}/{LONG} --max_steps 8", tmp_path)
-    assert_same_training(two, one)
+    command = f"{program}/{LONG} --epochs 12 --early_stopping_min_delta 10 --logger_name csv tensorboard"
 
+    def resume(again: str, cwd: Path):
+        time.sleep(1.1)  # the second is in the name of the file, by which TensorBoard orders them
+        lines = call(again, cwd).stdout.splitlines()
+        shapes = {line for line in lines if line.startswith(("shape", "built"))}
+        assert shapes == {"built for 6 6", "shape False 8 8", "shape True 6 6"}
 
-def test_the_rate_is_halved_after_validations_without_a_better_value_and_a_resume_knows(tmp_path: Path):
-    """Of which the first alone is better by 10."""
-    program = made("training", "A learning rate that falls by the results", tmp_path)
-    whole, _ = killed_and_resumed(f"{program}/{TWELVE} --early_stopping_min_delta 10", tmp_path)
-    rates = [float(row["lr"]) for row in history(whole)]
+    whole, killed = killed_and_resumed(command, tmp_path, resume)
     halvings = [(epoch > 4) + (epoch > 7) + (epoch > 10) for epoch in range(1, 13)]
+    rates = [row["lr"] for row in rows(whole)]
     assert rates == pytest.approx([rates[0] / 2**number for number in halvings])
-    one, two = on_one_and_two(f"{program}/{LONG} --epochs 6 --early_stopping_min_delta 10", tmp_path)
-    assert_same_training(two, one)
-    assert [row["lr"] for row in history(two)] == [row["lr"] for row in history(one)]
+    pictures = [{path.name: path.read_bytes() for path in run_dir(cwd).glob("*.png")} for cwd in (whole, killed)]
+    assert [*sorted(pictures[0])] == [f"features-{step:08d}.png" for step in range(8, 97, 8)]
+    assert pictures[0] == pictures[1]
+    with Image.open(run_dir(whole) / "features-00000008.png") as picture:
+        assert picture.size == (8, 4 * 8)
+
+    (tmp_path / "two").mkdir()
+    run(f"{command} {ON_2}", tmp_path / "two")
+    assert_same_training(tmp_path / "two", whole)
+    assert [row["lr"] for row in rows(tmp_path / "two")] == rates
+    for cwd in (killed, tmp_path / "two"):
+        board = board_of(run_dir(cwd)).Reload()
+        expected = [row["step"] for row in rows(cwd)]
+        assert [event.step for event in board.Histograms("weights/first")] == expected
+        assert [event.step for event in board.Scalars("train/loss")] == expected
+    printed = call(f"{program}/test.py --accelerator cpu", killed).stdout
+    assert "built for 8 8\n" in printed and "shape False 8 8" in printed
