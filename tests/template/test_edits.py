@@ -4,6 +4,7 @@ and Python's own traceback has the line of code and the cause; or one line has, 
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -172,9 +173,10 @@ def test_a_test_set_that_is_missing_is_told(finished: Path, program: Path, cwd: 
 def test_a_mistake_changes_nothing_of_a_run_that_is_resumed(point, code, finished, program, cwd):
     """Though it is found in the first step."""
     insert_before(program, point, code)
-    before = without_locks(finished)
-    error = call(f"{program}/train.py --resume {finished} --epochs 6", cwd, code=1).stderr
-    assert error.endswith(("return model.train()\n", "division by zero\n")) and without_locks(finished) == before
+    shutil.copytree(finished, cwd / finished.name)
+    before = without_locks(cwd)
+    error = call(f"{program}/train.py --resume auto --epochs 6", cwd, code=1).stderr
+    assert error.endswith(("return model.train()\n", "division by zero\n")) and without_locks(cwd) == before
 
 
 # ---- edits that are right
