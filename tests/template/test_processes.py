@@ -5,14 +5,12 @@ import re
 import signal
 import socket
 import sys
-import textwrap
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import zygote
-from edits import replace
 from helpers import (
     LONG,
     NO_SHARED_STORE,
@@ -25,7 +23,6 @@ from helpers import (
     call,
     children,
     free_port,
-    history,
     is_lost,
     is_running,
     kill_group,
@@ -81,26 +78,6 @@ def test_torchrun_restarts_a_killed_rank_and_resume_auto_goes_on(rank: int, whol
     assert process.returncode == 0, error
     assert re.search(r"resumed from .*step-", output) and "TORCH_DISABLE" not in output + error
     assert_same_training(tmp_path, whole)
-
-
-DIES_AT_THE_END = """
-import os, time
-
-while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    time.sleep(0.1)
-    if fabric.global_rank == 1 and (run.directory.path / "model.pt").exists():
-        os.kill(os.getpid(), 9)
-"""
-
-
-@night
-def test_torchrun_restarts_a_rank_that_dies_when_all_is_done_and_nothing_is_trained_twice(program, cwd):
-    code = f"    code = run.finish()\n{textwrap.indent(DIES_AT_THE_END, '    ')}    return code\n"
-    replace(program, "run is finished", code)
-    output = run(f"{RESTARTS} {program}/train.py {SMALL} --resume auto", cwd, **NO_SHARED_STORE).stdout
-    assert output.count("finished after 20 of 20 steps") == 2 and "resumed from" not in output
-    assert [row["step"] for row in history(cwd)] == ["4", "8", "12", "16", "20"]
-    assert len([*run_dir(cwd).glob("provenance/*.txt")]) == 1
 
 
 @night
