@@ -424,7 +424,7 @@ def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: st
     the death of another process, such as the data worker that has met it."""
     insert_before(program, point, mistake)
     error = call(f"{program}/train.py {SMALL} --num_workers {int(mistake == IN_A_WORKER)}", cwd, code=1).stderr
-    assert f'{program}/{name}", line' in error and error.splitlines()[-1].startswith(told)
+    assert f'{program}/{name}", line' in error and error.strip().splitlines()[-1].startswith(told)
     assert error.startswith("Traceback (most recent call last):\n")
 
 
