@@ -53,26 +53,8 @@ from killer import kill_before, remove_what_is_no_run
 from mistakes import assert_one_line, refuses
 
 night = pytest.mark.night
-# Long enough for a fault that comes late: 96 steps.
-LONGER = f"{LONG} --epochs 12"
 # Long enough for a dozen of kills: 960 steps, each second one is saved and logged.
 STORM = f"{LONG} --epochs 120 --micro_batch_size 32 --checkpoint_interval 2 --log_interval 2"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """Where a run of LONGER was never interrupted. To be read, not changed."""
-    cwd = tmp_path_factory.mktemp("whole")
-    call(LONGER, cwd)
-    return cwd
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> Path:
-    """Where one was killed in the middle of an epoch. To be copied."""
-    cwd = tmp_path_factory.mktemp("killed")
-    assert interrupt(LONGER, cwd, kill_group).returncode == -signal.SIGKILL
-    return cwd
 
 
 def assert_same(cwd: Path, other: Path) -> None:
@@ -194,7 +176,7 @@ BY_NIGHT = [(number, target) for number in (signal.SIGINT, signal.SIGTERM, signa
      *(pytest.param(*each, ON_2, marks=night) for each in BY_NIGHT)],
 )  # fmt: skip
 def test_sigint_sigterm_or_sigusr1_to_any_process_stops_all_and_the_run_goes_on(number, target, devices, whole, cwd):
-    done = interrupt(f"{LONGER} {devices}", cwd, lambda process: os.kill(TARGETS[target](process), number))
+    done = interrupt(f"{LONG} {devices}", cwd, lambda process: os.kill(TARGETS[target](process), number))
     assert_stopped_and_saved(done, cwd)
     execute(f"train.py --resume auto {devices}", cwd)
     (assert_same_training if devices else assert_same_run)(cwd, whole)
@@ -235,7 +217,7 @@ def test_a_summary_that_cannot_be_read_is_told_in_a_line(whole, tmp_path, conten
     printed = call("train.py --resume auto", cwd).stdout
     (line,) = (line for line in printed.splitlines() if "summary.json" in line)
     assert re.match(rf"{path.relative_to(cwd)} cannot be read, .*not known to be finished: .", line)
-    assert "finished after 96 of 96 steps" in printed
+    assert "finished after 80 of 80 steps" in printed
     assert_same_run(cwd, whole)
     assert "summary.json" not in call("train.py --resume auto", cwd).stdout
 
@@ -248,7 +230,7 @@ LOGS = {
     "zero bytes between": lambda log: log.replace(b"\n", b"\n" + bytes(300_000) + b"\n", 1),
     "UTF-16": lambda log: log.decode().encode("utf-16"),
     "other header": lambda log: log.replace(b"step", b"number", 1),
-    "a row was cut": lambda log: log + b"9",  # of step 96, as by a full disk; that is no row of step 9
+    "a row was cut": lambda log: log + b"8",  # of step 80, as by a full disk; that is no row of step 8
     "zero bytes at the end": lambda log: log + bytes(5000),  # as by a power failure
 }
 
@@ -357,10 +339,10 @@ def test_a_full_disk_costs_no_checkpoint(disk: str, words: str, whole, cwd):
     try:
         if disk == "full":
             system("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", cwd)
-            done = run(f"{LONGER} --num_checkpoint_keep 0", cwd, code=1)
+            done = run(f"{LONG} --num_checkpoint_keep 0", cwd, code=1)
             system("mount", "-o", "remount,size=9m", cwd)
         else:
-            done = interrupt(LONGER, cwd, strike)
+            done = interrupt(LONG, cwd, strike)
             assert done.returncode == 1
         if disk == "read-only":
             system("umount", run_dir(cwd))
