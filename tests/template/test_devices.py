@@ -123,10 +123,9 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
-            frames = [
-                frame for frame in traceback.extract_stack() if Path(frame.filename).parent in (REPO, REPO / "runtime")
-            ]
-            self.counts.update(frame.name for frame in frames[-1:])
+            folders = (REPO, REPO / "runtime")
+            names = [frame.name for frame in traceback.extract_stack() if Path(frame.filename).parent in folders]
+            self.counts.update(names[-1:])
         return function(*args, **kwargs or {})
 
 
