@@ -1,17 +1,19 @@
 """What breaks a run breaks it with a clear last line, costs nothing that was saved, and a resume repairs it.
 
-`python tests/template/faults.py` is the long version: hundreds of kills, and every fault in every place.
+By day a sample of each fault, and at night 100 kills, full disks and damaged files: `python -m pytest -m ""
+tests/template/test_faults.py`. To mount a disk needs root.
 """
 
-import errno
 import os
 import pickle
+import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,64 +27,117 @@ from helpers import (
     TWO_SAVES,
     assert_same_best,
     assert_same_run,
-    assert_told_by_ranks,
+    assert_same_training,
+    assert_same_weights,
+    assert_stopped_and_saved,
     assert_whole_checkpoints,
     call,
+    children,
     copied,
+    execute,
     flip_a_bit,
     history,
+    how_to_go_on,
     interrupt,
     kill_group,
     last_summary,
     newest,
     run,
     run_dir,
-    set_running,
     start,
+    truncate,
     wait_for,
     weights,
 )
 from killer import kill_before, remove_what_is_no_run
+from mistakes import assert_one_line, refuses
 
-# Long enough for a fault that comes late.
-LONGER = f"{LONG} --epochs 12"  # 96 steps
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """Where a run of LONGER was never interrupted. To be read, not changed."""
-    cwd = tmp_path_factory.mktemp("whole")
-    call(LONGER, cwd)
-    return cwd
+night = pytest.mark.night
+# Long enough for a dozen of kills: 960 steps, each second one is saved and logged.
+STORM = f"{LONG} --epochs 120 --micro_batch_size 32 --checkpoint_interval 2 --log_interval 2"
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> Path:
-    """Where one was killed in the middle of an epoch. To be copied."""
-    cwd = tmp_path_factory.mktemp("killed")
-    assert interrupt(LONGER, cwd, kill_group).returncode == -signal.SIGKILL
-    return cwd
+def assert_same(cwd: Path, other: Path) -> None:
+    """All is the same in both, but for empty directories that a kill has left in the first."""
+    assert all(re.fullmatch(r"\d{8}-\d{6}-train_out", path.name) for path in cwd.iterdir())
+    remove_what_is_no_run(cwd)
+    assert_same_run(cwd, other)
+    assert_same_best(cwd, other)
+    assert not [*run_dir(cwd).rglob("*.tmp")]
+    assert_whole_checkpoints(cwd)
 
 
-# ---- a kill before a change of a file
+# ---- kills
 
 
-def changes_on_the_disk(monkeypatch) -> list[str]:
-    """A list that gets the names of the files that are synced, and of those that are renamed, as it happens."""
-    done = []
-    fsync, rename = os.fsync, os.replace
+@night
+@pytest.mark.parametrize(
+    "options",
+    ["", "--num_workers 2", "--precision bf16-mixed --micro_batch_size 16", "--early_stopping_patience 80",
+     "--logger_name csv tensorboard", ON_2, f"{ON_2} --num_workers 2",
+     "--devices 3 --strategy ddp --effective_batch_size 96"],
+)  # fmt: skip
+def test_a_storm_of_kills(options: str, tmp_path):
+    """Thirteen, each at a random moment of the start-up or of the training."""
+    alone, cwd = tmp_path / "alone", tmp_path / "killed"
+    alone.mkdir(), cwd.mkdir()
+    run(f"{STORM} {options}", alone)
+    rng = random.Random(options)
+    codes = []
+    for _ in range(13):
+        process = start(f"{STORM} {options} --resume auto", cwd)
+        if rng.random() > 0.15:
+            step = newest(cwd)
+            wait_for(lambda: process.poll() is not None or newest(cwd) > step)  # noqa: B023
+        time.sleep(rng.uniform(0, 1))
+        with suppress(ProcessLookupError):
+            kill_group(process)
+        process.communicate(timeout=300)
+        codes.append(process.returncode)
+    assert codes.count(-signal.SIGKILL) > 5 and {*codes} <= {-signal.SIGKILL, 0}
+    run(f"{STORM} {options} --resume auto", cwd)
+    assert_same(cwd, alone)
 
-    def synced(file: int) -> None:
-        fsync(file)
-        done.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
 
-    def renamed(old, new) -> None:
-        rename(old, new)
-        done.append(f"renamed {Path(new).name}")
+BEGUN = ["", "os.rename step-00000002.ckpt.tmp 1, open summary.json 1", "os.link step-00000002.ckpt 1"]
+CHANGES = ["os.rename config.yaml 1", "os.rename metrics.csv 1", "os.rename step-00000002.ckpt.tmp 1",
+           "os.link step-00000002.ckpt 1", "os.rename best.tmp 1"]  # fmt: skip
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", renamed)
-    return done
+
+@pytest.mark.parametrize(
+    "begun, change", [*(("", change) for change in CHANGES), *(pytest.param(each, "", marks=night) for each in BEGUN)]
+)
+def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, begun: str, change: str):
+    """Also not the best: a step whose checkpoint is not the best yet is validated again. At night before each change
+    that a new run makes, or a resume of one that was killed in its first save, or after it, before the validation."""
+    command, first = f"{TWO_SAVES} --resume auto", tmp_path / "first"
+    first.mkdir()
+    if begun:
+        kill_before(begun, command, first, tmp_path)
+    changes = [change]
+    if not change:
+        counted = Path(shutil.copytree(first, tmp_path / "counted"))
+        changes = [*range(1, len(kill_before(0, command, counted, tmp_path)) + 1)]
+    for number, each in enumerate(changes):
+        cwd = Path(shutil.copytree(first, tmp_path / str(number)))
+        *_, last = kill_before(each, command, cwd, tmp_path)
+        assert not change or last.startswith(change.rpartition(" ")[0])
+        # At night in a process of its own: what that of the tests has imported would be source files of the run.
+        (call if change else run)(command, cwd)
+        assert_same(cwd, two_saves)
+
+
+@pytest.mark.parametrize(
+    "change, steps", [("os.rename config.yaml 1", 4), ("os.rename config.yaml 1, os.rename summary.json 1", 8)]
+)
+def test_a_run_that_is_made_longer_is_unfinished_before_it_has_its_new_config(two_saves, tmp_path, change, steps):
+    """Killed in between, it would otherwise be a finished one of more steps than it has made."""
+    cwd = copied(two_saves, tmp_path)
+    kill_before(change, f"{TWO_SAVES} --resume auto --max_steps 8", cwd, tmp_path)
+    assert last_summary(cwd)["state"] == "running"
+    assert f"max_steps: {steps}\n" in (run_dir(cwd) / "config.yaml").read_text()
+    torch.testing.assert_close(weights(cwd), weights(two_saves), atol=0, rtol=0)
+    assert f"finished after {steps} of {steps} steps" in call("train.py --resume auto", cwd).stdout
 
 
 @pytest.mark.parametrize("link", [None, "logs", "logs/csv"])
@@ -94,328 +149,38 @@ def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(link: s
         folder = run_dir(tmp_path) / link
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
-    done = changes_on_the_disk(monkeypatch)
+    done, fsync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda old, new: rename(old, new) or done.append(f"renamed {new}"))
     call(f"{TWO_SAVES} tensorboard --resume auto", tmp_path)
-    saves = [place for place, name in enumerate(done) if re.fullmatch(r"renamed step-.*\.ckpt", name)]
+    saves = [place for place, name in enumerate(done) if re.fullmatch(r"renamed .*/step-.*\.ckpt", name)]
     assert len(saves) == 3  # the last one twice
     for first, last in zip([0, *saves], saves, strict=False):
-        before = done[first:last]
-        assert "metrics.csv" in before and any(name.startswith("events.out") for name in before)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "os.rename config.yaml 1",
-        "os.rename metrics.csv 1",
-        "os.rename step-00000002.ckpt.tmp 1",
-        "os.link step-00000002.ckpt 1",
-        "os.rename best.tmp 1",
-    ],
-)
-def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, change: str):
-    """Also not the best: a step whose checkpoint is not the best yet is validated again."""
-    cwd = tmp_path / "run"
-    cwd.mkdir()
-    changes = kill_before(change, TWO_SAVES, cwd, tmp_path)
-    assert changes[-1].startswith(change.rpartition(" ")[0])
-    call(f"{TWO_SAVES} --resume auto", cwd)
-    assert all(re.fullmatch(r"\d{8}-\d{6}-train_out", path.name) for path in cwd.iterdir())
-    remove_what_is_no_run(cwd)
-    assert_same_run(cwd, two_saves)
-    assert_same_best(cwd, two_saves)
-    assert not [*run_dir(cwd).glob("**/*.tmp")]
-
-
-MODEL, SUMMARY, CONFIG = "os.rename model.pt 1", "os.rename summary.json 1", "os.rename config.yaml 1"
-
-
-@pytest.mark.parametrize("change", [MODEL, f"{MODEL}, {SUMMARY}"])
-@pytest.mark.parametrize("is_at_its_end", [False, True], ids=["", "no step left"])
-def test_a_run_is_finished_once_its_weights_have_their_name(two_saves, tmp_path, is_at_its_end: bool, change: str):
-    """Killed before that, or after it and before the summary says so, the next resume writes both again."""
-    cwd = tmp_path / "run"
-    cwd.mkdir()
-    if is_at_its_end:
-        shutil.copytree(two_saves, cwd, dirs_exist_ok=True)
-        set_running(run_dir(cwd))
-        (run_dir(cwd) / "model.pt").unlink()
-    kill_before(change, f"{TWO_SAVES} --resume auto", cwd, tmp_path)
-    assert (run_dir(cwd) / "model.pt").exists() == (change != MODEL)
-    assert last_summary(cwd)["state"] == "running"
-    (run_dir(cwd) / "model.pt").unlink(missing_ok=True)
-    assert "finished after 4 of 4 steps" in call(f"{TWO_SAVES} --resume auto", cwd).stdout
-    assert last_summary(cwd)["state"] == "finished"
-    assert_same_run(cwd, two_saves)
-
-
-@pytest.mark.parametrize("change, steps", [(CONFIG, 4), (f"{CONFIG}, {SUMMARY}", 8)])
-def test_a_run_that_is_made_longer_is_unfinished_before_it_has_its_new_config(two_saves, tmp_path, change, steps):
-    """Killed in between, it would otherwise be a finished one of more steps than it has made."""
-    cwd = Path(shutil.copytree(two_saves, tmp_path / "run"))
-    kill_before(change, f"{TWO_SAVES} --resume auto --max_steps 8", cwd, tmp_path)
-    assert last_summary(cwd)["state"] == "running"
-    assert f"max_steps: {steps}\n" in (run_dir(cwd) / "config.yaml").read_text()
-    torch.testing.assert_close(weights(cwd), weights(two_saves), atol=0, rtol=0)
-    assert f"finished after {steps} of {steps} steps" in call("train.py --resume auto", cwd).stdout
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff", None])
-def test_a_summary_that_cannot_be_read_is_told_in_a_line(whole, tmp_path, content: bytes | None):
-    """The run is not known to be finished, so it is finished again."""
-    cwd = copied(whole, tmp_path)
-    path = run_dir(cwd) / "summary.json"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    assert "accuracy" in call("test.py --accelerator cpu", cwd).stdout
-    printed = call("train.py --resume auto", cwd).stdout
-    (line,) = (line for line in printed.splitlines() if "summary.json" in line)
-    told = f"{path.relative_to(cwd)} cannot be read, so the run is not known to be finished: "
-    assert line.startswith(told) and len(line) > len(told)
-    assert "finished after 96 of 96 steps" in printed
-    assert_same_run(cwd, whole)
-    assert "finished after 96 of 96 steps" in call("train.py --resume auto", cwd).stdout
-
-
-def test_without_hard_links_the_best_checkpoint_is_that_of_its_step(two_saves, tmp_path, monkeypatch):
-    """As on file systems for memory sticks, and some of networks."""
-
-    def not_supported(*_):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", not_supported)
-    call(TWO_SAVES, tmp_path)
-    last = run_dir(tmp_path) / "checkpoints" / "step-00000004.ckpt"
-    assert sorted(last.parent.iterdir()) == [last.with_name("best.ckpt"), last]
-    last.unlink()
-    set_running(run_dir(tmp_path))
-    assert "best.ckpt" in call("train.py --resume auto", tmp_path).stdout
-    assert_same_run(tmp_path, two_saves)
-    assert_same_best(tmp_path, two_saves)
-
-
-def test_a_row_of_the_log_that_was_cut_is_written_again(whole, tmp_path):
-    """As a full disk may cut it: of the row of step 96 there is a 9, and that is no row of step 9."""
-    cwd = copied(whole, tmp_path)
-    set_running(run_dir(cwd))
-    for name in ("step-00000096.ckpt", "best.ckpt"):  # one file: the last step is the best
-        (run_dir(cwd) / "checkpoints" / name).unlink()
-    log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
-    *lines, last = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines) + last[:1])
-    call("train.py --resume auto", cwd)
-    assert_same_run(cwd, whole)
-
-
-def with_edited_log(killed: Path, tmp_path: Path, edit) -> tuple[Path, Path]:
-    """A copy of the killed run with another metrics.csv; and that file."""
-    cwd = copied(killed, tmp_path)
-    log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
-    log.write_bytes(edit(log.read_bytes()))
-    return cwd, log
-
-
-UNREADABLE = {
-    "semicolons": lambda log: log.replace(b",", b";").replace(b".", b","),
-    "line above": lambda log: b"My best run\n" + log,
-    "line of cells above": lambda log: b"My best run" + b"," * log.partition(b"\n")[0].count(b",") + b"\n" + log,
-    "line between": lambda log: log.replace(b"\n", b"\nthe best,\n", 1),
-    "zero bytes between": lambda log: log.replace(b"\n", b"\n" + bytes(300_000) + b"\n", 1),
-    "UTF-16": lambda log: log.decode().encode("utf-16"),
-    "other header": lambda log: log.replace(b"step", b"number", 1),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_a_log_that_cannot_be_read_ends_the_resume_and_stays_as_it_is(whole, killed, tmp_path, name: str):
-    """Once it is moved away, a new one begins."""
-    cwd, log = with_edited_log(killed, tmp_path, UNREADABLE[name])
-    content, saved = log.read_bytes(), newest(cwd)
-    error = call("train.py --resume auto", cwd, code=1).stderr
-    assert re.fullmatch(
-        rf"train.py: error: {log.relative_to(cwd)} cannot be read \(.+\): move it away, and resume again.*\n", error
-    )
-    assert log.read_bytes() == content and newest(cwd) == saved
-    log.rename(cwd / "moved.csv")
-    call("train.py --resume auto", cwd)
-    later = history(cwd)
-    assert later == history(whole)[-len(later) :] != []
-    torch.testing.assert_close(weights(cwd), weights(whole), atol=0, rtol=0)
-
-
-def test_zero_bytes_at_the_end_of_the_log_cost_no_row(whole, killed, tmp_path):
-    """A power failure may leave them."""
-    cwd, log = with_edited_log(killed, tmp_path, lambda log: log + bytes(5000))
-    call("train.py --resume auto", cwd)
-    assert_same_run(cwd, whole)
-    assert b"\0" not in log.read_bytes() and len([*log.parent.iterdir()]) == 1
-
-
-# ---- forged checkpoints
-
-
-DAMAGED = "cannot be read: it is damaged; another checkpoint may do"
-
-
-class Forged:
-    def __reduce__(self):
-        return os.mkdir, ("code-was-run",)
-
-
-def test_a_checkpoint_with_one_wrong_bit_is_not_evaluated(finished, tmp_path):
-    """It would be loaded without a word: the bit is in a tensor."""
-    damaged = Path(shutil.copy(finished / "checkpoints" / "best.ckpt", tmp_path / "damaged.ckpt"))
-    flip_a_bit(damaged)
-    torch.load(damaged, weights_only=True)
-    error = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1).stderr
-    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} {DAMAGED}\n"
-
-
-@pytest.mark.parametrize("content", [b"", b"no file of torch.save", None])
-def test_weights_that_are_damaged_are_named(finished, tmp_path, content: bytes | None):
-    damaged, whole_file = tmp_path / "damaged.pt", (finished / "model.pt").read_bytes()
-    damaged.write_bytes(whole_file[: len(whole_file) // 2] if content is None else content)
-    error = call(f"test.py --out_dir {finished} --checkpoint {damaged}", tmp_path, code=1).stderr
-    assert error == f"test.py: error: --checkpoint {damaged}: {damaged} {DAMAGED}\n"
-
-
-def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path):
-    """Neither a file nor a directory of torch.distributed.checkpoint, whose .metadata is a pickle."""
-    cwd = copied(killed, tmp_path)
-    *_, file, directory = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
-    torch.save(torch.load(file, weights_only=True) | {"forged": Forged()}, file)
-    directory.unlink()
-    directory.mkdir()
-    (directory / ".metadata").write_bytes(pickle.dumps(Forged()))
-    for path in (file, directory):
-        error = call(f"test.py --out_dir train_out --checkpoint {path}", cwd, code=2 if path.is_dir() else 1).stderr
-        assert "Traceback" not in error and f"--checkpoint {path}" in error
-    done = call("train.py --resume auto", cwd)
-    assert_same_run(cwd, whole)
-    assert f"{file.name}: it is damaged" in done.stdout and f"{directory.name}: it is damaged" in done.stdout
-    assert {path.name for path in file.parent.glob("*.damaged")} == {
-        f"{file.name}.damaged",
-        f"{directory.name}.damaged",
-    }
-    assert not (cwd / "code-was-run").exists()
-    with pytest.raises(FileExistsError):  # the forgery is a good one
-        (tmp_path / "code-was-run").mkdir()
-        os.chdir(tmp_path)
-        pickle.loads((directory.with_name(f"{directory.name}.damaged") / ".metadata").read_bytes())
-
-
-# ---- no room, no memory
-
-REFUSED = "the system refused to read or write the run"
-
-
-def test_a_full_disk_costs_no_checkpoint(whole, tmp_path):
-    def fill(process: subprocess.Popen) -> None:  # no file may grow beyond 5 kB
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (5000, 5000))
-
-    done = interrupt(LONGER, tmp_path, fill)
-    assert done.returncode == 1
-    note = f"the checkpoints are whole, continue with: python train.py --resume {run_dir(tmp_path).name}"
-    assert done.stderr.splitlines()[-1] == f"train.py: error: {REFUSED}: [Errno 27] File too large; {note}"
-    assert_whole_checkpoints(tmp_path)
-    call("train.py --resume train_out", tmp_path)
-    assert_same_run(tmp_path, whole)
-
-
-def test_a_disk_that_fills_up_within_a_checkpoint_is_told_by_the_words_of_the_system(tmp_path):
-    """torch.save has others for it. The checkpoint is the only file of more than 100 kB."""
-    process = start(f"train.py {SMALL} --width 64", tmp_path)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert error == f"train.py: error: {REFUSED}: [Errno 27] File too large\n"
-    assert not any(tmp_path.glob("*/checkpoints/*"))
-
-
-def test_a_mistake_in_the_dataset_shows_its_traceback_and_its_words(tmp_path):
-    """Also where a data worker met it: the worker has not died."""
-    mistake = 'if self.shift and 7 in index:\n    raise ValueError("bad 7")'
-    program = insert_after(tmp_path / "program", "fetch", mistake)
-    error = call(f"{program}/train.py {SMALL} --limit_train_batches 1.0 --num_workers 1", tmp_path, code=1).stderr
-    assert re.search(r'data.py", line \d+, in __getitems__\n +raise ValueError\("bad 7"\)\nValueError: bad 7\n', error)
-
-
-IN_AN_EXCEPTION = """
-try:
-    open("cache.pt")
-except FileNotFoundError:
-    images.shapes
-"""
-
-
-@pytest.mark.parametrize(
-    "point, mistake, name, told",
-    [
-        ("digits", '{}["images"]', "data.py", "KeyError: 'images'"),
-        ("digits", "torch.ones(4).view(3)", "data.py", "RuntimeError: shape '[3]' is invalid"),
-        ("digits", "raise AssertionError('no digits')", "data.py", "AssertionError: no digits"),
-        ("fetch", "raise OSError('no image')", "data.py", "OSError: no image"),
-        ("forward", "self.skip_connection(images)", "model.py", "AttributeError: 'Model' object has no"),
-        ("forward", IN_AN_EXCEPTION, "model.py", "AttributeError: 'Tensor' object has no attribute 'shapes'"),
-    ],
-)
-def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: str, name: str, told: str, tmp_path):
-    """Neither for a wrong --data_dir, nor for a fault of the system or the missing file that it had dealt with, nor for
-    the death of another process."""
-    program = insert_before(tmp_path / "program", point, mistake)
-    error = call(f"{program}/train.py {SMALL}", tmp_path, code=1).stderr
-    assert f'{program}/{name}", line' in error and error.splitlines()[-1].startswith(told)
-    assert error.startswith("Traceback (most recent call last):\n")
-
-
-def test_data_workers_that_cannot_all_be_started_end_the_run(tmp_path):
-    process = start(f"train.py {SMALL} --num_workers 32", tmp_path)
-    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 1 and "\nOSError: [Errno 24] Too many open files\n" in error
-
-
-def test_data_workers_end_in_order_also_without_a_validation(tmp_path):
-    """A loader without batches must not take those of another for its own."""
-    done = run(
-        f"train.py {SMALL} --num_workers 2 --limit_val_batches 0 --monitor train/loss --monitor_mode min", tmp_path
-    )
-    assert "finished after 20 of 20 steps" in done.stdout and "error" not in done.stderr
-
-
-def test_a_run_is_finished_once_its_weights_are_written(tmp_path):
-    program = insert_before(tmp_path / "program", "final weights", "raise OSError('no room')")
-    call(f"{program}/train.py {SMALL} --epochs 1", tmp_path, code=1)
-    assert last_summary(tmp_path)["state"] == "failed"
-    call("train.py --resume auto", tmp_path)
-    assert last_summary(tmp_path)["state"] == "finished"
-
-
-def test_parts_without_a_gradient_are_explained_on_several_processes(tmp_path):
-    program = insert_before(tmp_path / "program", "layers", "self.unused = nn.Linear(2, 2)")
-    error = run(f"{program}/train.py {SMALL} {ON_2}", tmp_path, code=1).stderr
-    names = "model.unused.weight (2, 2), model.unused.bias (2,)"
-    advice = "give --strategy ddp_find_unused_parameters_true, or requires_grad_(False) to what is never trained"
-    assert_told_by_ranks(error, f"{names}: no gradient in the first step; if that is right, {advice}")
-    assert [path.name for path in tmp_path.iterdir()] == ["program"]
-    done = run(f"{program}/train.py {SMALL} {ON_2} --strategy ddp_find_unused_parameters_true", tmp_path)
-    assert "did not find any unused parameters" not in done.stderr  # DDP's advice to take the option away again
-
-
-def test_out_of_memory_names_the_option_that_helps(tmp_path):
-    process = start("train.py --accelerator cpu --effective_batch_size 1200 --width 512", tmp_path)
-    assert any("steps = " in line for line in process.stdout)  # the last line before the first step
-    size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.prlimit(process.pid, resource.RLIMIT_AS, (size + 2**28, size + 2**28))
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 1, error
-    *_, words, note = error.splitlines()
-    assert "can't allocate memory" in words and 'train.py", line' in error
-    assert note.startswith("out of memory: try a smaller --micro_batch_size, which keeps the effective batch size")
+        names = {Path(name).name[:10] for name in done[first:last]}
+        assert {"metrics.cs", "events.out"} <= names
 
 
 # ---- signals
+
+
+TARGETS = {
+    "process": lambda process: process.pid,
+    "group": lambda process: -process.pid,
+    "rank 1": lambda process: children(process.pid)[0],
+}
+BY_NIGHT = [(number, target) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) for target in TARGETS]
+
+
+@pytest.mark.parametrize(
+    "number, target, devices",
+    [(signal.SIGUSR1, "process", ""), pytest.param(signal.SIGINT, "process", "", marks=night),
+     *(pytest.param(*each, ON_2, marks=night) for each in BY_NIGHT)],
+)  # fmt: skip
+def test_sigint_sigterm_or_sigusr1_to_any_process_stops_all_and_the_run_goes_on(number, target, devices, whole, cwd):
+    done = interrupt(f"{LONG} {devices}", cwd, lambda process: os.kill(TARGETS[target](process), number))
+    assert_stopped_and_saved(done, cwd)
+    execute(f"train.py --resume auto {devices}", cwd)
+    (assert_same_training if devices else assert_same_run)(cwd, whole)
 
 
 SLEEPS = """
@@ -427,13 +192,227 @@ if step == 30:
 """
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    repo = insert_after(tmp_path / "repo", "step is done", SLEEPS)
-    process = start(f"{repo}/{SLOW}", tmp_path)
-    wait_for(lambda: process.poll() is not None or (tmp_path / "slow").exists())
-    process.terminate()
+@pytest.mark.parametrize("first", [signal.SIGTERM, *(pytest.param(n, marks=night) for n in (signal.SIGINT, 10))])
+def test_a_second_ctrl_c_ends_at_once(first: int, program, cwd):
+    insert_after(program, "step is done", SLEEPS)
+    process = start(f"{program / SLOW}", cwd)
+    wait_for(lambda: process.poll() is not None or (cwd / "slow").exists())
+    process.send_signal(first)
     time.sleep(1)
     assert process.poll() is None  # it waits for the end of the step
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=300)
     assert process.returncode == -signal.SIGINT
+
+
+# ---- damaged files
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1, 2]", None])
+def test_a_summary_that_cannot_be_read_is_told_in_a_line(whole, tmp_path, content: bytes | None):
+    """The run is not known to be finished, so it is finished again."""
+    cwd = copied(whole, tmp_path)
+    path = run_dir(cwd) / "summary.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    assert "accuracy" in call("test.py --accelerator cpu", cwd).stdout
+    printed = call("train.py --resume auto", cwd).stdout
+    (line,) = (line for line in printed.splitlines() if "summary.json" in line)
+    assert re.match(rf"{path.relative_to(cwd)} cannot be read, .*not known to be finished: .", line)
+    assert "finished after 80 of 80 steps" in printed
+    assert_same_run(cwd, whole)
+    assert "summary.json" not in call("train.py --resume auto", cwd).stdout
+
+
+LOGS = {
+    "semicolons": lambda log: log.replace(b",", b";").replace(b".", b","),
+    "line above": lambda log: b"My best run\n" + log,
+    "line of cells above": lambda log: b"My best run" + b"," * log.partition(b"\n")[0].count(b",") + b"\n" + log,
+    "line between": lambda log: log.replace(b"\n", b"\nthe best,\n", 1),
+    "zero bytes between": lambda log: log.replace(b"\n", b"\n" + bytes(300_000) + b"\n", 1),
+    "UTF-16": lambda log: log.decode().encode("utf-16"),
+    "other header": lambda log: log.replace(b"step", b"number", 1),
+    "a row was cut": lambda log: log + b"8",  # of step 80, as by a full disk; that is no row of step 8
+    "zero bytes at the end": lambda log: log + bytes(5000),  # as by a power failure
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_that_cannot_be_read_ends_the_resume_and_stays_as_it_is(whole, killed, tmp_path, name: str):
+    """Once it is moved away, a new one begins. But what a fault has left at its end is dropped."""
+    cwd = copied(killed, tmp_path)
+    log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
+    content, saved = LOGS[name](log.read_bytes()), newest(cwd)
+    log.write_bytes(content)
+    if name in ("a row was cut", "zero bytes at the end"):
+        call("train.py --resume auto", cwd)
+        assert_same_run(cwd, whole)
+        assert b"\0" not in log.read_bytes() and [*log.parent.iterdir()] == [log]
+        return
+    assert_one_line(call("train.py --resume auto", cwd, code=1), str(log.relative_to(cwd)), "move it away")
+    assert log.read_bytes() == content and newest(cwd) == saved
+    log.rename(cwd / "moved.csv")
+    call("train.py --resume auto", cwd)
+    later = history(cwd)
+    assert later == history(whole)[-len(later) :] != []
+    assert_same_weights(weights(cwd), weights(whole), atol=0)
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [("checkpoints/best.ckpt", flip_a_bit), ("model.pt", truncate), ("model.pt", b""), ("model.pt", b"text")],
+)
+def test_a_damaged_file_is_not_evaluated(finished, tmp_path, name: str, damage):
+    """One with a wrong bit in a tensor would be loaded without a word."""
+    path = Path(shutil.copy(finished / name, tmp_path))
+    path.write_bytes(damage) if isinstance(damage, bytes) else damage(path)
+    words = (f"--checkpoint {path}: ", "damaged", "another checkpoint may do")
+    refuses(f"test.py --out_dir {finished} --checkpoint {path}", tmp_path, *words, code=1)
+
+
+@night
+@pytest.mark.parametrize("name", ["step-*.ckpt", "best.ckpt"])
+def test_a_checkpoint_that_is_damaged_anywhere_is_no_loss(name: str, killed, whole, tmp_path):
+    """Cut at some place, or with another byte there."""
+    rng = random.Random(name)
+    for number in range(16):
+        cwd = Path(shutil.copytree(killed, tmp_path / str(number)))
+        path = max(run_dir(cwd).glob(f"checkpoints/{name}"))
+        data = path.read_bytes()
+        place = rng.randrange(len(data))
+        path.unlink()  # it may be a second name of another
+        path.write_bytes(data[:place] + (bytes([data[place] ^ 0xFF]) + data[place + 1 :]) * (number % 2))
+        call("train.py --resume auto", cwd)
+        assert_same_run(cwd, whole)
+
+
+class Forged:
+    def __reduce__(self):
+        return os.mkdir, ("code-was-run",)
+
+
+def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path, monkeypatch):
+    """Neither a file nor a directory of torch.distributed.checkpoint, whose .metadata is a pickle."""
+    cwd = copied(killed, tmp_path)
+    *_, file, directory = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
+    torch.save(torch.load(file, weights_only=True) | {"forged": Forged()}, file)
+    directory.unlink()
+    directory.mkdir()
+    (directory / ".metadata").write_bytes(pickle.dumps(Forged()))
+    for path in (file, directory):
+        command = f"test.py --out_dir train_out --checkpoint {path}"
+        assert_one_line(call(command, cwd, code=2 if path.is_dir() else 1), f"--checkpoint {path}")
+    printed = call("train.py --resume auto", cwd).stdout
+    assert_same_run(cwd, whole)
+    for path in (file, directory):
+        assert f"{path.name}: it is damaged" in printed and path.with_name(f"{path.name}.damaged").exists()
+    assert not (cwd / "code-was-run").exists()
+    monkeypatch.chdir(cwd)
+    pickle.loads((directory.with_name(f"{directory.name}.damaged") / ".metadata").read_bytes())
+    assert (cwd / "code-was-run").exists(), "the forgery is a good one"
+
+
+# ---- no room, no memory
+
+REFUSED = "the system refused to read or write the run: "
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
+on_a_mount = [night, as_root]
+
+
+def system(*command) -> None:
+    subprocess.run(command, check=True)
+
+
+@pytest.mark.parametrize(
+    "disk, words",
+    [
+        ("no file beyond 5 kB", "[Errno 27] File too large"),
+        pytest.param("full", "[Errno 28] No space left", marks=on_a_mount),
+        pytest.param("read-only", "[Errno 30] Read-only", marks=on_a_mount),
+    ],
+)
+def test_a_full_disk_costs_no_checkpoint(disk: str, words: str, whole, cwd):
+    def strike(process: subprocess.Popen) -> None:
+        if disk == "read-only":
+            system("mount", "--bind", "-o", "ro", run_dir(cwd), run_dir(cwd))
+        else:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (5000, 5000))
+
+    try:
+        if disk == "full":
+            system("mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", cwd)
+            done = run(f"{LONG} --num_checkpoint_keep 0", cwd, code=1)
+            system("mount", "-o", "remount,size=9m", cwd)
+        else:
+            done = interrupt(LONG, cwd, strike)
+            assert done.returncode == 1
+        if disk == "read-only":
+            system("umount", run_dir(cwd))
+        last = subprocess.CompletedProcess("train.py", 1, "", done.stderr.splitlines()[-1])
+        assert_one_line(last, REFUSED + words, how_to_go_on(cwd))
+        assert_whole_checkpoints(cwd)
+        call("train.py --resume train_out", cwd)
+        assert_same_run(cwd, whole)
+    finally:
+        if disk == "full":
+            system("umount", cwd)
+
+
+def test_a_disk_that_fills_up_within_a_checkpoint_is_told_by_the_words_of_the_system(tmp_path):
+    """torch.save has others for it. The checkpoint is the only file of more than 100 kB."""
+    process = start(f"train.py {SMALL} --width 64", tmp_path)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert error == f"train.py: error: {REFUSED}[Errno 27] File too large\n"
+    assert not any(tmp_path.glob("*/checkpoints/*"))
+
+
+def test_out_of_memory_names_the_option_that_helps(tmp_path):
+    process = start("train.py --accelerator cpu --effective_batch_size 1200 --width 512", tmp_path)
+    assert any("steps = " in line for line in process.stdout)  # the last line before the first step
+    size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (size + 2**28, size + 2**28))
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 1, error
+    *_, words, note = error.splitlines()
+    assert "can't allocate memory" in words and 'train.py", line' in error
+    assert note.startswith("out of memory: try a smaller --micro_batch_size")
+
+
+# ---- a mistake in the code
+
+IN_AN_EXCEPTION = """
+try:
+    open("cache.pt")
+except FileNotFoundError:
+    images.shapes
+"""
+IN_A_WORKER = 'if self.shift and len(indices) > 1:\n    raise ValueError("bad 7")'
+
+
+@pytest.mark.parametrize(
+    "point, mistake, name, told",
+    [
+        ("digits", '{}["images"]', "data.py", "KeyError: 'images'"),
+        ("digits", "torch.ones(4).view(3)", "data.py", "RuntimeError: shape '[3]' is invalid"),
+        ("digits", "raise AssertionError('no digits')", "data.py", "AssertionError: no digits"),
+        ("fetch", "raise OSError('no image')", "data.py", "OSError: no image"),
+        ("fetch", IN_A_WORKER, "data.py", "ValueError: bad 7"),
+        ("forward", "self.skip_connection(images)", "model.py", "AttributeError: 'Model' object has no"),
+        ("forward", IN_AN_EXCEPTION, "model.py", "AttributeError: 'Tensor' object has no attribute 'shapes'"),
+    ],
+)
+def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: str, name: str, told: str, program, cwd):
+    """Neither for a wrong --data_dir, nor for a fault of the system or the missing file that it had dealt with, nor for
+    the death of another process, such as the data worker that has met it."""
+    insert_before(program, point, mistake)
+    error = call(f"{program}/train.py {SMALL} --num_workers {int(mistake == IN_A_WORKER)}", cwd, code=1).stderr
+    assert f'{program}/{name}", line' in error and error.strip().splitlines()[-1].startswith(told)
+    assert error.startswith("Traceback (most recent call last):\n")
+
+
+def test_data_workers_end_in_order_also_without_a_validation(tmp_path):
+    """A loader without batches must not take those of another for its own."""
+    options = "--num_workers 2 --limit_val_batches 0 --monitor train/loss --monitor_mode min"
+    done = run(f"train.py {SMALL} {options}", tmp_path)
+    assert "finished after 20 of 20 steps" in done.stdout and "error" not in done.stderr

@@ -40,7 +40,7 @@ ELASTIC = (
     f"{BIN}/torchrun --nnodes 1:2 --max-restarts 3 --monitor-interval 0.1 --rdzv-backend c10d "
     "--rdzv-endpoint host0:29500 --rdzv-conf last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=4"
 )
-
+night = pytest.mark.night
 pytestmark = pytest.mark.recipes
 
 
@@ -65,26 +65,16 @@ def pids(process: subprocess.Popen, host: int) -> list[int]:
     return [*map(int, subprocess.check_output(["ip", "netns", "pids", name], text=True).split())]
 
 
-def last_lines(error: str) -> list[str]:
-    """What train.py has to say in the end, without the words of torch."""
-    assert "Traceback" not in error
-    return [line for line in error.splitlines() if line.startswith("train.py: error: ")]
-
-
-# ---- launchers
-
-
-@pytest.mark.night
+@night
 @pytest.mark.parametrize(
     "command, processes",
     [
-        (f"{PLAIN} --devices 2", 4),
-        (f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2),
-        (f"{FABRIC_RUN} {REPO}/train.py", 2),
+        pytest.param(f"{PLAIN} --devices 2", 4, id="plain"),
+        pytest.param(f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2, id="torchrun"),
+        pytest.param(f"{FABRIC_RUN} {REPO}/train.py", 2, id="fabric run"),
     ],
-    ids=["plain", "torchrun", "fabric run"],
 )
-def test_two_hosts_train_like_one_process(one, command, processes, tmp_path):
+def test_two_hosts_train_like_one_process(one, command: str, processes: int, tmp_path):
     done = run(f"{HOSTS} {command} {MICRO_16}", tmp_path)
     assert f"64 = {processes} device(s) x 16 micro_batch_size" in done.stdout
     assert_same_training(tmp_path, one)
@@ -98,34 +88,21 @@ def test_a_signal_stops_two_hosts_together_and_they_go_on(whole, tmp_path):
     wait_for(lambda: process.poll() is not None or newest(tmp_path) > 16)
     os.kill(pids(process, 1)[0], signal.SIGTERM)
     out, err = process.communicate(timeout=300)
-    done = subprocess.CompletedProcess(command, process.returncode, out, err)
-    assert_stopped_and_saved(done, tmp_path)
+    assert_stopped_and_saved(subprocess.CompletedProcess(command, process.returncode, out, err), tmp_path)
     run(command, tmp_path)
     assert_same_training(tmp_path, whole)
 
 
-# ---- no shared directory, other options, a host that is missing: one line, before anything is made
-
-
-def test_a_new_run_needs_a_shared_directory(tmp_path):
-    """Each host has a disk of its own at the same path."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    there = f"mount -t tmpfs none {disk} && cd {disk}"
-    done = run(f"{HOSTS} {there} && {PLAIN} --devices 1 {SMALL}; code=$?; ls -A; exit $code", tmp_path, code=2)
-    error = done.stderr
-    seen = "--root_dir .: .+-train_out is there: False on rank 1 \\(host1\\), True on rank 0"
-    for rank, line in enumerate(sorted(last_lines(error))):  # one a host
-        assert re.fullmatch(f"train.py: error: rank {rank}: {seen}; all machines need to share it", line)
-    assert len(last_lines(error)) == 2
-    assert "train_out" not in done.stdout
-
-
 @pytest.mark.parametrize(
-    "differs",
-    ["checkpoint", *(pytest.param(name, marks=pytest.mark.night) for name in ("run", "lost checkpoint", "option"))],
+    "differs, words",
+    [
+        ("checkpoint", "size of RUN/checkpoints/step-00000008.ckpt: HALF on rank 1 (host1), SIZE on rank 0"),
+        pytest.param("lost checkpoint", "step-00000008.ckpt: None on rank 1 (host1), SIZE on rank 0", marks=night),
+        pytest.param("run", "--resume: None on rank 1 (host1), RUN on rank 0", marks=night),
+    ],
 )
-def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
+def test_a_resume_needs_the_same_on_both_hosts(one, differs: str, words: str, tmp_path):
+    """Each says what is not, before anything is made. They have a disk each."""
     for host in "01":
         (tmp_path / host).mkdir()
         if differs != "run" or host == "0":
@@ -138,19 +115,12 @@ def test_a_resume_needs_the_same_on_both_hosts(one, differs, tmp_path):
     if differs == "lost checkpoint":
         path.unlink()
     before = without_locks(tmp_path)
-    options = f"--resume auto {MICRO_16} --base_lr {'1e-$((2+NODE_RANK))' if differs == 'option' else '1e-3'}"
-    error = run(f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 {options}", tmp_path, code=2).stderr
-    name = run_dir(one).name
-    words = {
-        "run": f"--resume: None on rank 1 (host1), {name} on rank 0",
-        "checkpoint": f"size of {name}/checkpoints/{path.name}: {size // 2} on rank 1 (host1), {size} on rank 0",
-        "lost checkpoint": f"size of {name}/checkpoints/{path.name}: None on rank 1 (host1), {size} on rank 0",
-        "option": "--base_lr: 0.001 on rank 1 (host1), 0.01 on rank 0",
-    }
-    for rank, line in enumerate(sorted(last_lines(error))):  # one a host
-        assert line.startswith(f"train.py: error: rank {rank}: {words[differs]}; all machines need the same files, ")
-    assert len(last_lines(error)) == 2
-    assert without_locks(tmp_path) == before
+    command = f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 --resume auto {MICRO_16}"
+    error = run(command, tmp_path, code=2).stderr
+    lines = sorted(line for line in error.splitlines() if line.startswith("train.py: error: "))
+    words = words.replace("RUN", copy.name).replace("HALF", str(size // 2)).replace("SIZE", str(size))
+    assert [f"rank {rank}: " in line and words in line for rank, line in enumerate(lines)] == [True, True], lines
+    assert without_locks(tmp_path) == before and "Traceback" not in error
 
 
 def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, tmp_path):
@@ -159,18 +129,14 @@ def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, t
     set_running(shutil.copytree(run_dir(one), tmp_path / "0" / run_dir(one).name))
     command = f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 --resume train_out --timeout 5"
     began = time.monotonic()
-    lines = run(command, tmp_path, code=1).stderr.splitlines()
+    error = run(command, tmp_path, code=1).stderr
     assert time.monotonic() - began < 150  # the default is 300
-    (host_1,) = [line for line in lines if line.startswith("train.py: error: ")]
+    (host_1,) = [line for line in error.splitlines() if line.startswith("train.py: error: ")]
     assert "--resume train_out: no such run" in host_1
-    timed_out = "torch.distributed.DistStoreError: Timed out after 6 seconds waiting for clients. 1/2 clients joined."
-    assert lines[-1] == timed_out  # of host 0
+    assert "DistStoreError: Timed out after 6 seconds" in error.splitlines()[-1]  # of host 0
 
 
-# ---- elastic
-
-
-@pytest.mark.night
+@night
 def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_path):
     command = f"{HOSTS} {ELASTIC} {REPO / LONG} --timeout 60 --resume auto"
     process = start(command, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
@@ -182,6 +148,5 @@ def test_a_killed_rank_and_then_a_killed_host_cost_a_restart_each(whole, tmp_pat
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGKILL, err  # of host 1; host 0 has ended well
-    equations = re.findall(r"64 = (\d) device", out)
-    assert equations == ["2", "2", "1"]
+    assert re.findall(r"64 = (\d) device", out) == ["2", "2", "1"]
     assert_same_training(tmp_path, whole)
