@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from config import TrainConfig
 from runtime import checkpoints, cli, launch, meters, resume, terminal
 
+
 def one(**options) -> Fabric:
     return Fabric(accelerator="cpu", **{"devices": 1} | options)
 
