@@ -41,7 +41,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     "command, files, words",
     [
         ("gpu.py --cpu --steps 12", [], "--steps 12: must be a multiple of 8"),
-        pytest.param("gpu.py", [], "give --cpu for a trial", marks=no_gpu),
+        pytest.param("gpu.py", [], "torch finds no GPU: give --cpu for a trial", marks=no_gpu),
         ("gpu.py --cpu --nanogpt {cwd}", ["train.py"], "--nanogpt {cwd}: model.py is not there: git clone"),
         ("nanogpt.py --nanogpt {cwd}", [], "--nanogpt {cwd}: train.py is not there: git clone"),
         (

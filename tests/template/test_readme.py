@@ -152,10 +152,12 @@ def test_what_one_sees_is_what_a_run_prints(tmp_path: Path):
     assert on_two <= lines(run(f"train.py {SMALL} {ON_2}", tmp_path).stdout)
 
 
-def test_both_languages_show_the_same_commands_and_the_loop_as_it_stands():
+def test_both_languages_show_the_same_code_and_the_loop_as_it_stands():
     """The comments of the loop are not translated."""
     pages = ("README.md", "README.zh-CN.md")
     assert commands(pages[0]) == commands(pages[1]) and len(commands(pages[0])) > 10
+    shown = [[re.sub(r" +# .*", "", block) for block in blocks(page, r"\w*")] for page in pages]
+    assert shown[0] == shown[1]
     _, _, rest = (REPO / "train.py").read_text().partition("    # ---- the loop\n")
     for page in pages:
         (loop,) = blocks(page, "python")

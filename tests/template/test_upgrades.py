@@ -7,13 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from edits import apply, copy_programs, replace, with_text
+from edits import copy_programs, replace
 from helpers import REPO, blocks, call
 
 *_, MERGE, RESTORE, DELETE, COPY, RECORD = blocks("docs/upgrades.md", "bash")
 OWN = re.search(r"`(git diff .+?)`", (REPO / "docs" / "upgrades.md").read_text())[1]
 CLONE = re.search(r"^git clone .+?(?=  +#)", (REPO / "README.md").read_text(), re.MULTILINE)[0]
-ADAMW = "torch.optim.AdamW(model.parameters(), lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"
 SGD = "torch.optim.SGD(model.parameters(), lr=plan.peak_lr, momentum=0.9, weight_decay=config.weight_decay)"
 SMOOTH = "F.cross_entropy(logits, targets, label_smoothing=0.1)"
 
@@ -113,6 +112,31 @@ def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Pa
     assert_both_edits_train(project)
 
 
+def test_what_was_deleted_stays_away_and_a_readme_of_ones_own_is_kept(template: Path, tmp_path: Path):
+    """Where other lines are in conflict, too, they are named, and nothing is committed before they are edited."""
+    names = ("README.md", "CHANGELOG.md", "tests/template/test_loop.py", "tests/project/test_project.py")
+    for name in names:
+        (template / name).parent.mkdir(parents=True, exist_ok=True)
+        (template / name).write_text("first\n")
+    commit(template, "pages and tests")
+    project = clone_of(template, tmp_path)
+    shell("rm -r tests/template CHANGELOG.md; echo mine > README.md", project)
+    commit(edit_optimizer(project), "my project")
+    for name in (*names, "tests/template/test_new.py"):
+        (template / name).write_text("second\n")
+    commit(replace(edit_loss(template), "optimizer", SGD.replace("0.9", "0.8")), "later")
+    assert "CONFLICT" in shell(MERGE, project, code=1)
+    assert "train.py:" in shell(DELETE, project, code=2)
+    text = (project / "train.py").read_text()
+    mine = re.sub(r"<<<<<<< .*?\n(.*?)=======\n.*?>>>>>>> .*?\n", r"\1", text, flags=re.DOTALL)
+    (project / "train.py").write_text(mine)
+    shell(DELETE.partition("\n")[2], project)
+    assert shell("git status --short", project) == ""
+    assert shell("git ls-files tests '*.md'", project).split() == ["README.md", "tests/project/test_project.py"]
+    assert (project / "README.md").read_text() == "mine\n"
+    assert_both_edits_train(project)
+
+
 def test_a_copy_gets_a_later_runtime_as_a_whole(template: Path, tmp_path: Path):
     """With a file that is new, and without one that is gone, though the copy has edited what has changed."""
     (template / "runtime" / "old.py").write_text("# gone later\n")
@@ -133,70 +157,3 @@ def test_a_copy_gets_a_later_runtime_as_a_whole(template: Path, tmp_path: Path):
     assert shell("git status --short; git diff template/main -- runtime", project) == ""
     assert not (project / "runtime" / "old.py").exists()
     assert_both_edits_train(project)
-
-
-# ---- a real version
-
-ELEVEN = "2b78df0"  # the last version with eleven Python files side by side
-# Edits of this version in lines that have changed since, made again.
-AGAIN = {
-    "train.py": [(ADAMW, SGD)],
-    "config.py": [
-        ('["digits"]', '["digits", "mine"]'),
-        ("    dropout: float", "    noise: float = 0.1\n    dropout: float"),
-    ],
-}
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Path:
-    """A repository with the history of this one. Its last commit has the files as they are now."""
-    if subprocess.run(["git", "cat-file", "-e", f"{ELEVEN}^{{commit}}"], cwd=REPO, capture_output=True).returncode:
-        pytest.skip(f"this checkout has no history back to {ELEVEN}")
-    folder = tmp_path / "template"
-    shell(f"git clone --quiet --no-local '{REPO}' '{folder}'; cd '{folder}'; git checkout --quiet -B main", REPO)
-    shell("git rm -r --quiet .", folder)
-    for name in shell("git ls-files --cached --others --exclude-standard", REPO).splitlines():
-        if (REPO / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPO / name, folder / name)
-    commit(folder, "this version")
-    return folder
-
-
-def test_a_copy_of_an_older_version_follows_and_what_it_has_deleted_stays_away(versions: Path, tmp_path: Path):
-    """With all edits that its README.md shows, without what that deletes, with a README.md of its own, and with an edit
-    of a file that is in runtime/ now."""
-    project = clone_of(versions, tmp_path)
-    shell(f"git reset --quiet --hard {ELEVEN}", project)
-    page = (project / "README.md").read_text()
-    apply("".join(re.findall(r"^```diff\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)), project)
-    shell("\n".join(re.findall(r"^rm -r .+$", page, re.MULTILINE)), project)
-    (project / "README.md").write_text("mine\n")
-    with_text(project, "loggers.py", ("self.printed + 30", "self.printed + 60"))
-    commit(project, "my project")
-
-    assert "CONFLICT" in shell(MERGE, project, code=1)
-    assert "train.py:" in shell(DELETE, project, code=2)  # it has conflict marks
-    for name, pairs in AGAIN.items():  # takes the lines of the template, and edits them
-        text = (project / name).read_text()
-        text, count = re.subn(r"<<<<<<< .*?\n=======\n(.*?)>>>>>>> .*?\n", r"\1", text, flags=re.DOTALL)
-        assert count == 1, name
-        (project / name).write_text(text)
-        with_text(project, name, *pairs)
-    shell("git rm --quiet loggers.py", project)
-    shell(DELETE.partition("\n")[2], project)
-    assert shell("git status --short; git diff template/main -- runtime", project) == ""
-    assert (project / "README.md").read_text() == "mine\n"
-    assert {name.rpartition("/")[0] for name in shell("git ls-files tests", project).split()} == {"tests/project"}
-    for name in ("recipes/tests", "benchmarks", "CHANGELOG.md", ".github/workflows/night.yml"):
-        assert not (project / name).exists(), name
-
-    added = re.findall(r"^\+(?!\+)(.*)", shell(OWN, project), re.MULTILINE)
-    for edit in ("torch.optim.SGD", "MulticlassF1Score", "label_smoothing", '"mine"', "config.noise", "noise: float"):
-        assert any(edit in line for line in added), edit
-    assert len(added) == 13, "\n".join(added)  # nothing else is the project's own
-    assert sorted(path.name for path in project.glob("*.py")) == sorted(path.name for path in REPO.glob("*.py"))
-    done = call(f"{project}/train.py --accelerator cpu --fast_run", project)
-    assert "train/cross_entropy" in done.stdout and "val/f1" in done.stdout
-    assert "finished after 4 of 4 steps" in done.stdout
