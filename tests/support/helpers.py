@@ -469,10 +469,15 @@ def section(page: str, heading: str) -> str:
     return found[1]
 
 
-def diffs(page: str, heading: str = "") -> list[str]:
-    """The edits that a page of the documentation shows, or those under a heading of it."""
+def blocks(page: str, language: str, heading: str = "") -> list[str]:
+    """The code in a language that a page of the documentation shows, or that under a heading of it."""
     text = section(page, heading) if heading else (REPO / page).read_text()
-    return re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def diffs(page: str, heading: str = "") -> list[str]:
+    """The edits that a page shows, or those under a heading of it."""
+    return blocks(page, "diff", heading)
 
 
 def diff(page: str, heading: str) -> str:

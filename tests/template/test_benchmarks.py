@@ -1,76 +1,111 @@
-"""The scripts of benchmarks/ still run: a small part of each, whose times nobody reads. What needs nanoGPT is in
-test_benchmark_nanogpt.py."""
+"""The scripts of benchmarks/ still run: a small part of each, whose times nobody reads. nanoGPT itself is not here:
+where the programs of nanogpt.patch train, a smaller model takes the place of its model.py."""
 
 import importlib
+import math
 import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
-from helpers import REPO, run
-from torch.utils.data import DataLoader, TensorDataset
+import torch.nn.functional as F
+import yaml
+from helpers import (
+    REPO,
+    assert_same_training,
+    call,
+    checkpoint,
+    imported,
+    imported_train,
+    killed_and_resumed,
+    on_one_and_two,
+    rows,
+    run,
+    sizes_of_outputs,
+    with_patch,
+)
 
 pytestmark = pytest.mark.recipes
+BENCHMARKS = REPO / "benchmarks"
+PACKAGES = ("lightning", "accelerate")
+DATA = "data/shakespeare_char"
+CHECKOUT = ["train.py", "model.py", "config/train_shakespeare_char.py", f"{DATA}/train.bin"]  # of nanoGPT, but for one
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    return importlib.import_module("gpu")
+@pytest.mark.parametrize(
+    "command, files, words",
+    [
+        ("gpu.py --cpu --steps 12", [], "--steps 12: must be a multiple of 8"),
+        pytest.param("gpu.py", [], "torch finds no GPU: give --cpu for a trial", marks=no_gpu),
+        ("gpu.py --cpu --nanogpt {cwd}", ["train.py"], "--nanogpt {cwd}: model.py is not there: git clone"),
+        ("nanogpt.py --nanogpt {cwd}", [], "--nanogpt {cwd}: train.py is not there: git clone"),
+        (
+            "nanogpt.py --nanogpt {cwd}",
+            CHECKOUT,
+            f"--nanogpt {{cwd}}: {DATA}/val.bin is not there: python {{cwd}}/{DATA}/prepare.py",
+        ),
+        (
+            "nanogpt.py --nanogpt {cwd} --max_iters 300",
+            [*CHECKOUT, f"{DATA}/val.bin"],
+            "--max_iters 300: must be a multiple of 250",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(command: str, files: list[str], words: str, tmp_path: Path):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    done = run(f"{BENCHMARKS}/{command.format(cwd=tmp_path)}", tmp_path, code=1)
+    assert done.stderr.startswith(words.format(cwd=tmp_path)) and done.stderr.count("\n") == 1 and not done.stdout
+
+
+# ---- run.py, loader.py
+
+
+def table(printed: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "|" in line][1:]
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("work, peers", [("W1", "raw raw-batched lightning-batched"), ("W1v", "raw limit")])
 def test_the_template_is_timed_beside_its_peers(work: str, peers: str, tmp_path: Path):
-    script = REPO / "benchmarks" / "run.py"
-    done = run(f"{script} --works {work} --peers {peers} --rounds 1 --python {sys.executable}", tmp_path)
-    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines() if "|" in line]
-    assert [row[:2] for row in rows[1:]] == [[work, program] for program in ("template", *peers.split())]
-    assert all(float(row[-1]) < 0.01 for row in rows[1:])  # each has learned the digits
-
-
-def test_the_loader_is_timed_beside_that_of_torch(tmp_path: Path):
-    script = REPO / "benchmarks" / "loader.py"
-    assert "tensors" in run(f"{script} speed --kinds tensors --workers 0 --rounds 1", tmp_path).stdout
+    command = f"{BENCHMARKS}/run.py --works {work} --peers {peers} --rounds 1 --python {sys.executable}"
+    found = table(run(command, tmp_path).stdout)
+    assert [row[:2] for row in found] == [[work, program] for program in ("template", *peers.split())]
+    assert all(float(row[-1]) < 0.01 for row in found)  # each has learned the digits
 
 
 @pytest.mark.night
 def test_a_start_is_timed_beside_that_of_a_raw_script(tmp_path: Path):
-    printed = run(f"{REPO}/benchmarks/run.py --start_up --rounds 1", tmp_path).stdout
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
-    assert [row[0] for row in rows] == ["program", "template", "raw", "help"]
-    assert float(rows[3][1]) < float(rows[2][1])
+    found = table(run(f"{BENCHMARKS}/run.py --start_up --rounds 1", tmp_path).stdout)
+    assert [row[0] for row in found] == ["template", "raw", "help"]
+    assert float(found[2][1]) < float(found[1][1])
+
+
+def test_the_loader_is_timed_beside_that_of_torch(tmp_path: Path):
+    command = f"{BENCHMARKS}/loader.py speed --kinds tensors --workers 0 --rounds 1"
+    assert "tensors" in run(command, tmp_path).stdout
 
 
 @pytest.mark.night
-def test_a_step_on_a_gpu_is_timed_beside_its_peers(tmp_path: Path):
-    """Here on a CPU. Each has trained."""
-    printed = run(f"{REPO}/benchmarks/gpu.py --cpu --rounds 1 --steps 80", tmp_path).stdout
-    losses = dict(re.findall(r"^median +(\w+): .*loss (\d\.\d+)", printed, re.MULTILINE))
-    packages = ["lightning", "accelerate"]
-    assert [*losses] == ["template", "raw", *filter(find_spec, packages)]
-    assert all(float(loss) < 1 for loss in losses.values())
-    for name in packages:
-        assert (f"{name} is not installed" in printed) == (not find_spec(name))
+def test_lightning_that_was_killed_in_mid_epoch_trains_some_samples_twice_and_others_never(tmp_path: Path):
+    """As benchmarks/README.md says."""
+    done = run(f"{BENCHMARKS}/loader.py lightning", tmp_path)
+    assert done.stdout == "19 batches; of 1216 samples 304 came twice, 304 never\n"
 
 
-@pytest.mark.parametrize(
-    "options, line",
-    [
-        ("--cpu --steps 12", "--steps 12: must be a multiple of 8, the number of windows"),
-        pytest.param(
-            "",
-            "torch finds no GPU: give --cpu for a trial",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)
-def test_what_the_timing_of_a_gpu_cannot_do_is_one_line(options: str, line: str, tmp_path: Path):
-    done = run(f"{REPO}/benchmarks/gpu.py {options}", tmp_path, code=1)
-    assert done.stderr == f"{line}\n" and not done.stdout
+# ---- gpu.py, here on a CPU
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("gpu")
 
 
 def test_the_first_windows_are_not_counted(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch):
@@ -84,28 +119,174 @@ def test_the_first_windows_are_not_counted(gpu: ModuleType, monkeypatch: pytest.
     assert clock.is_over() and clock.figures() == {"ms": 1500.0, "GB": 0.0, "loss": 15.0}
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of Lightning
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
-def test_a_peer_makes_the_steps_that_are_timed(name: str, gpu: ModuleType, tmp_path: Path, monkeypatch):
-    """With two micro-batches each, of which the gradient is the mean. The loss is that of a micro-batch."""
-    pytest.importorskip(name)
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=2)  # an epoch has two steps
-    work = gpu.Work(model, optimizer, loader, lambda model, x, y: (y - model(x)).mean(), "cpu", "32-true")
-    work.accumulation = 2
-    clock = gpu.Clock(8)
-    getattr(gpu, name)(work, clock)
-    assert clock.is_over() and len(clock.times) == 1 + 8
-    assert model.weight.item() == 8.0 and clock.loss == 1 - 7
+MODEL = '''
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+
+class GPT(nn.Module):
+    """Predicts a character from the one before it. It is called like nanoGPT's model, and shares weights as it does."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.hidden = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.embedding.weight = self.head.weight
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.hidden(self.norm(self.embedding(idx))))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+'''
+
+
+# As nanoGPT's train.py prints its steps. They take 1 ms, 2 ms, ...
+PRINTED = """
+import sys
+
+options = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
+sizes = [options[name] for name in ("block_size", "batch_size", "gradient_accumulation_steps", "compile")]
+assert sizes == ["64", "4", "2", "False"], sizes
+for step in range(int(options["max_iters"]) + 1):
+    print(f"iter {step}: loss 9.5000, time {step + 1:.2f}ms, mfu -100.00%")
+"""
 
 
 @pytest.mark.night
-def test_lightning_that_was_killed_in_mid_epoch_trains_some_samples_twice_and_others_never(tmp_path: Path):
-    """As benchmarks/README.md says."""
-    done = run(f"{REPO}/benchmarks/loader.py lightning", tmp_path)
-    assert done.stdout == "19 batches; of 1216 samples 304 came twice, 304 never\n"
-    page = (REPO / "benchmarks" / "README.md").read_text()
-    assert "it trained on 304 of 1,216 samples twice and skipped 304" in " ".join(page.split())
+@pytest.mark.parametrize(
+    "options, programs, lowest, highest",
+    [
+        pytest.param("--steps 80", ["template", "raw"], 0, 1, id="digits"),
+        # The losses are those of 50,304 tokens that are nearly as frequent as each other.
+        pytest.param("--nanogpt . --steps 16", ["template", "--deterministic False", "nanogpt"], 9, 11, id="GPT-2"),
+    ],
+)
+def test_a_step_is_timed_beside_its_peers(options: str, programs: list[str], lowest, highest, tmp_path: Path):
+    """In miniature. Each has trained."""
+    files = {"train.py": PRINTED, "model.py": MODEL, "configurator.py": ""}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    options = options.replace("--nanogpt .", f"--nanogpt {tmp_path}")
+    printed = run(f"{BENCHMARKS}/gpu.py --cpu --rounds 1 {options}", tmp_path).stdout
+    losses = dict(re.findall(r"^median +(\S.*?): .*loss (\d+\.\d+)", printed, re.MULTILINE))
+    assert [*losses] == [*programs, *filter(find_spec, PACKAGES)]
+    assert all(lowest < float(loss) < highest for loss in losses.values())
+    for name in PACKAGES:
+        assert (f"{name} is not installed" in printed) == (not find_spec(name))
+    if "nanogpt" in programs:  # windows of 2 of the steps 5 to 16
+        assert "nanogpt: 10.500 ms per step, loss 9.5000; template / nanogpt" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {*files}
+
+
+# ---- nanogpt.patch
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    folder = with_patch(BENCHMARKS / "nanogpt.patch", tmp_path_factory.mktemp("program"))
+    (folder / "model.py").write_text(MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A text of seven characters in turn, as nanoGPT's prepare.py writes it."""
+    folder = tmp_path_factory.mktemp("text")
+    (np.arange(4000) % 7).astype(np.uint16).tofile(folder / "train.bin")
+    (np.arange(1000) % 7).astype(np.uint16).tofile(folder / "val.bin")
+    return folder
+
+
+@pytest.fixture
+def command(program: Path, text: Path) -> str:
+    options = f"--config_path {program}/shakespeare.yaml --accelerator cpu --n_embd 8 --logger_name csv"
+    return f"{program}/train.py {options} --data_dir {text}"
+
+
+def test_windows_are_those_of_nanogpt_and_are_drawn_with_replacement(program: Path, text: Path):
+    """A training window may begin at each character that has 64 after it; the windows of the validation predict each
+    character once."""
+    parts = imported(program, "characters").build_characters(str(text), 64)
+    assert len(parts["train"]) == 4000 - 64 and len(parts["val"]) == 999 // 64
+    train = parts["train"].__getitems__(np.array([0, 3935, 5]))
+    assert train.tolist() == [[number % 7 for number in range(first, first + 65)] for first in (0, 3935, 5)]
+    predicted = torch.cat([window[1:] for window in (parts["val"][index] for index in range(15))])
+    assert predicted.tolist() == [number % 7 for number in range(1, 1 + 15 * 64)]
+    assert {part.vocab_size for part in parts.values()} == {7}
+    first, second = (parts["train"].order(epoch=0, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, second) and len(first) == 3936
+    assert len(first.unique()) / 3936 == pytest.approx(1 - math.exp(-1), abs=0.03)
+
+
+class Successor(torch.nn.Module):
+    """Knows which character follows."""
+
+    def forward(self, characters, targets):
+        logits = 100.0 * F.one_hot((characters + 1) % 7, 7)
+        return F.cross_entropy(logits.flatten(0, 1), targets.view(-1))
+
+
+def test_each_character_is_predicted_by_the_model_of_nanogpt_which_returns_no_logits(program, text, monkeypatch):
+    """Of all tensors the logits would take the most memory, and there is no metric."""
+    characters = imported(program, "characters").build_characters(str(text), 64)["val"]
+    train = imported_train(program, monkeypatch)
+    batch = characters.__getitems__(np.array([0, 1, 2]))
+    values, count, _ = train.compute_loss(Successor(), batch, config=None)
+    assert values["loss"] < 1e-6 and count == 3
+    config = importlib.import_module("config").TrainConfig(n_embd=8)
+    model = train.build_model(config, characters)
+    assert sizes_of_outputs(train.compute_loss, model, batch) == [()]
+    assert sizes_of_outputs(train.compute_loss, model.eval(), batch) == [()]
+    original = train.GPT(train.GPTConfig(64, 7, 4, 4, 8, dropout=0.0, bias=False))
+    original.load_state_dict(model.state_dict())
+    _, loss = original(batch[:, :-1], batch[:, 1:].contiguous())
+    assert train.compute_loss(model, batch, config)[0]["loss"] == loss
+
+
+def test_it_trains_with_the_settings_of_nanogpt(program: Path, command: str, tmp_path: Path):
+    """The learning rate of its get_lr, and weight decay on matrices alone."""
+    call(f"{command} --max_steps 300 --log_interval 1", tmp_path)
+    history = rows(tmp_path)
+    expected = [1e-3 * (step + 1) / 101 for step in range(100)]
+    expected += [1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (step - 100) / 200)) for step in range(100, 300)]
+    assert [row["lr"] for row in history] == pytest.approx(expected)
+    assert history[-1]["val/loss"] < 0.7 * history[0]["train/loss"]
+    groups = checkpoint(tmp_path, "best")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [tuple(group["betas"]) for group in groups] == [(0.9, 0.99)] * 2
+    assert [len(group["params"]) for group in groups] == [2, 1]  # the head and the embedding are one
+    printed = call(f"{program}/test.py --out_dir train_out --split val --accelerator cpu", tmp_path).stdout
+    assert "on 15 val samples" in printed and f"loss {history[-1]['val/loss']:.5g}" in printed
+
+
+def test_killed_and_resumed_is_the_same_run_and_two_processes_train_the_same(command: str, tmp_path: Path):
+    killed_and_resumed(f"{command} --max_steps 400 --checkpoint_interval 2", tmp_path)
+    assert_same_training(*on_one_and_two(f"{command} --warmup_epochs 0 --max_steps 50", tmp_path))
+
+
+def test_the_options_are_those_of_the_command_in_the_readme_of_nanogpt_and_a_text_that_is_missing_is_told(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    theirs = dict(re.findall(r"--(\w+)=(\S+)", " ".join(importlib.import_module("nanogpt").NANOGPT)))
+    chosen = yaml.safe_load((program / "shakespeare.yaml").read_text())
+    same = {name: theirs[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
+    assert {name: str(chosen[name]) for name in same} == same
+    assert chosen["effective_batch_size"] == int(theirs["batch_size"])
+    assert chosen["limit_train_batches"] * chosen["epochs"] == int(theirs["max_iters"])
+    error = call(f"{program}/train.py --config_path {program}/shakespeare.yaml", tmp_path, code=2).stderr
+    assert "--data_dir" in error and "train.bin" in error

@@ -1,6 +1,5 @@
 """What only a GPU can show."""
 
-import csv
 import json
 import re
 import signal
@@ -13,8 +12,10 @@ from helpers import (
     REPO,
     TORCHRUN,
     assert_same_run,
+    checkpoint,
     interrupt,
     kill_group,
+    rows,
     run,
     run_dir,
     save_as_of,
@@ -59,76 +60,73 @@ sys.exit(train.main(config))
 """
 
 
-@pytest.fixture(scope="module")
-def default(tmp_path_factory) -> Path:
-    """A run with the default options, on one GPU."""
-    cwd = tmp_path_factory.mktemp("default")
-    run("train.py --devices 1 --epochs 8", cwd)
-    return run_dir(cwd)
-
-
-def rows(folder: Path) -> list[dict]:
-    with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def checkpoint(cwd: Path, name: str) -> dict:
-    return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True, map_location="cpu")
-
-
-def test_a_default_run_learns_on_the_gpu(default):
-    assert max(float(row["val/accuracy"]) for row in rows(default)) > 0.8
-    (provenance,) = (default / "provenance").glob("*.txt")
+def test_a_default_run_learns_and_the_cpu_gives_it_the_same_accuracy(tmp_path):
+    """TF32 on the GPU."""
+    run("train.py --devices 1 --epochs 8", tmp_path)
+    folder = run_dir(tmp_path)
+    assert max(row["val/accuracy"] for row in rows(tmp_path)) > 0.8
+    (provenance,) = (folder / "provenance").glob("*.txt")
     assert "\n1 x cuda on " in provenance.read_text()
-    told = "precision 32-true, float32 products in TF32\n" in (default / "train.log").read_text()
+    told = "precision 32-true, float32 products in TF32\n" in (folder / "train.log").read_text()
     assert told == torch.cuda.is_tf32_supported()
-    assert all(float(row["peak_memory_mb"]) > 0 for row in rows(default))
-    assert all(tensor.device.type == "cpu" for tensor in weights(default.parent).values())
+    assert all(row["peak_memory_mb"] > 0 for row in rows(tmp_path))
+    assert all(tensor.device.type == "cpu" for tensor in weights(tmp_path).values())
 
-
-def test_the_cpu_gives_a_run_of_the_gpu_the_same_accuracy(default):
-    results = []
+    reports = []
     for environment in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
-        run(f"test.py --out_dir {default} --devices 1", default.parent, **environment)
-        results.append(json.loads((default / "test_test_best.json").read_text()))
-    assert results[0]["num_samples"] == results[1]["num_samples"] > 0
-    on_gpu, on_cpu = (report["results"] for report in results)
+        run("test.py --out_dir train_out --devices 1", tmp_path, **environment)
+        reports.append(json.loads((folder / "test_test_best.json").read_text()))
+    assert reports[0]["num_samples"] == reports[1]["num_samples"] > 0
+    on_gpu, on_cpu = (report["results"] for report in reports)
     assert on_gpu["accuracy"] == pytest.approx(on_cpu["accuracy"], abs=0.01) and on_cpu["accuracy"] > 0.8
-    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)  # TF32 on the GPU
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)
+
+
+RECIPES = ("on_device", "prefetch", "ema")  # samples on the device; copies on a stream of their own; averaged weights
+
+
+def program_with(recipe: str, folder: Path) -> Path:
+    return with_recipe(recipe, folder) if recipe else REPO
 
 
 @pytest.mark.parametrize(
-    "options",
+    "recipe, options",
     [
-        "",
-        "--precision bf16-mixed",
-        "--precision 16-mixed",
-        "--precision 16-mixed --max_grad_norm 1",
-        "--micro_batch_size 16",
-        "--max_grad_norm 1",
-        "--num_workers 1",
-        "--log_interval 5",
+        ("", ""),
+        ("", "--precision bf16-mixed"),
+        ("", "--precision 16-mixed"),
+        ("", "--precision 16-mixed --max_grad_norm 1"),
+        ("", "--micro_batch_size 16"),
+        ("", "--max_grad_norm 1"),
+        ("", "--num_workers 1"),
+        ("", "--log_interval 5"),
+        *((recipe, options) for recipe in RECIPES for options in ("", "--micro_batch_size 16")),
     ],
 )
-def test_a_step_never_waits_for_the_device(options, tmp_path):
-    (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(REPO)))
+def test_a_step_never_waits_for_the_device(recipe, options, tmp_path):
+    (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(program_with(recipe, tmp_path / "program"))))
     run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
 
 
-def assert_exact_after_a_kill(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        ("", ""),
+        ("", "--precision bf16-mixed"),
+        ("", "--precision 16-mixed --max_grad_norm 1"),
+        *((recipe, "--micro_batch_size 16") for recipe in RECIPES),
+    ],
+)
+def test_killed_and_resumed_is_the_same_run(recipe, options, tmp_path):
     """In processes of their own."""
+    program = program_with(recipe, tmp_path / "program")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    run(command, whole)
-    assert interrupt(command, killed, kill_group, after=0).returncode == -signal.SIGKILL
-    resumed = run(f"{command.partition(' ')[0]} --resume auto", killed)
+    run(f"{program}/{LONG} {options}", whole)
+    assert interrupt(f"{program}/{LONG} {options}", killed, kill_group, after=0).returncode == -signal.SIGKILL
+    resumed = run(f"{program}/train.py --resume auto", killed)
     assert re.search(r"resumed from .*\.ckpt", resumed.stdout)
     assert_same_run(killed, whole)
-
-
-@pytest.mark.parametrize("options", ["", "--precision bf16-mixed", "--precision 16-mixed --max_grad_norm 1"])
-def test_killed_and_resumed_is_the_same_run(options, tmp_path):
-    assert_exact_after_a_kill(f"{LONG} {options}", tmp_path)
 
 
 def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
@@ -136,7 +134,7 @@ def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
     run(SHORT, tmp_path)
     for epochs, device in ((3, "cpu"), (4, "gpu")):
         run(f"train.py --resume auto --epochs {epochs} --accelerator {device}", tmp_path)
-    assert [int(row["step"]) for row in rows(run_dir(tmp_path))] == list(range(2, 33, 2))
+    assert [row["step"] for row in rows(tmp_path)] == list(range(2, 33, 2))
 
 
 def test_a_run_of_another_gpu_goes_on_and_is_evaluated(tmp_path):
@@ -174,9 +172,9 @@ def test_numbers_and_tensors_of_the_cpu_beside_the_loss_are_logged(tmp_path):
     program = replace(tmp_path / "program", "values", values)
     run(f"{program}/{SHORT} --max_steps 5 --log_interval 4", tmp_path)
     run(f"{program}/train.py --resume auto --max_steps 8", tmp_path)
-    for row in rows(run_dir(tmp_path)):
-        assert float(row["train/beta"]) == float(row["val/beta"] or 0.5) == 0.5
-        assert float(row["train/gamma"]) == 0.25
+    for row in rows(tmp_path):
+        assert row["train/beta"] == row.get("val/beta", 0.5) == 0.5
+        assert row["train/gamma"] == 0.25
 
 
 def test_the_gradient_scaler_of_16_mixed_grows_and_is_restored(tmp_path):
@@ -218,7 +216,7 @@ def test_a_run_goes_on_in_another_precision(tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_learns(precision, tmp_path):
     run(f"train.py --accelerator gpu --devices 1 --epochs 8 --precision {precision}", tmp_path)
-    assert max(float(row["val/accuracy"]) for row in rows(run_dir(tmp_path))) > 0.8
+    assert max(row["val/accuracy"] for row in rows(tmp_path)) > 0.8
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path).values())
 
 
@@ -241,23 +239,7 @@ def test_two_gpus_train_like_one_and_are_evaluated(strategy, tmp_path):
     run("train.py --resume two --epochs 3 --devices 1, --strategy auto", tmp_path)  # the second GPU alone
 
 
-# ---- recipes: on_device keeps the samples on the device, prefetch copies the next micro-batch on a stream of its own,
-# ema averages the weights
-
-
-@pytest.fixture(params=["on_device", "prefetch", "ema"])
-def recipe(request, tmp_path) -> Path:
-    return with_recipe(request.param, tmp_path / "program")
-
-
-@pytest.mark.parametrize("options", ["", "--micro_batch_size 16"])
-def test_a_step_with_a_recipe_never_waits_for_the_device(options, recipe, tmp_path):
-    (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(recipe)))
-    run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
-
-
-def test_killed_and_resumed_with_a_recipe_is_the_same_run(recipe, tmp_path):
-    assert_exact_after_a_kill(f"{recipe}/{LONG} --micro_batch_size 16", tmp_path)
+# ---- recipes
 
 
 @pytest.mark.parametrize("options", ["", "--num_workers 2"])
