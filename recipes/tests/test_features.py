@@ -44,9 +44,8 @@ from helpers import (
 )
 from mistakes import refuses
 from PIL import Image
-from sklearn.datasets import load_digits
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from config import TrainConfig
 from data import build_datasets
@@ -74,20 +73,11 @@ def test_balanced_draws_each_class_equally_often(balanced: Path):
     assert torch.equal(epochs[3], train.order(3, generator(3))) and not torch.equal(epochs[3], epochs[4])
 
 
-class Sequences:
-    """1,000 sequences of 1 to 200 words."""
-
-    lengths = torch.randint(1, 201, (1000,), generator=generator())
-    weights = lengths.float()
-    batch_size = 16
-
-    def __len__(self) -> int:
-        return 1000
-
-
 def test_the_orders_of_the_page_draw_by_weight_and_batch_by_length():
     """The latter has each sample once, and mixes long and short batches."""
-    orders, sequences = [], Sequences()
+    sequences = TensorDataset(torch.randint(1, 201, (1000,), generator=generator()))
+    sequences.lengths, sequences.weights, sequences.batch_size = sequences.tensors[0], sequences.tensors[0].float(), 16
+    orders = []
     for block in re.findall(r"^```python\n(def order.*?)^```$", (REPO / "docs" / "data.md").read_text(), re.S | re.M):
         exec(block, names := {"torch": torch})
         orders.append(names["order"])
@@ -105,13 +95,11 @@ def test_the_orders_of_the_page_draw_by_weight_and_batch_by_length():
     assert lengths.float().mean(1).diff().gt(0).float().mean() < 0.7
 
 
-def numbers(dataset) -> list[int]:
-    """Which of the 1,797 digits the samples of a dataset are. They were normalised: their grey values are restored."""
-    known = {image.tobytes(): number for number, image in enumerate(load_digits().data.astype(np.uint8))}
-    assert len(known) == 1797  # no two are the same
-    images = dataset.images.flatten(1)
-    grey = (images - images.min()) / (images.max() - images.min()) * 16
-    return [known[image.tobytes()] for image in grey.round().numpy().astype(np.uint8)]
+def samples(*datasets) -> list[bytes]:
+    """The images of datasets, in order. They were normalised: their grey values are restored."""
+    images = [dataset.images.flatten(1) for dataset in datasets]
+    grey = torch.cat([(each - each.min()) / (each.max() - each.min()) * 16 for each in images]).round().byte()
+    return sorted(image.tobytes() for image in grey.numpy())
 
 
 @pytest.mark.parametrize("folds", [2, 5])
@@ -121,17 +109,17 @@ def test_crossvalidation_validates_on_each_sample_once_and_else_trains_on_it(cro
     build = imported(crossvalidation, "data").build_datasets
     parts = [SimpleNamespace(data_dir="", folds=folds, fold=fold) for fold in [*range(folds), -1]]
     *sets, last = (build(part, augment=False) for part in parts)
-    test = numbers(imported(REPO, "data").build_datasets(SimpleNamespace(data_dir=""))["test"])
-    validated = [number for each in sets for number in numbers(each["val"])]
+    test = samples(imported(REPO, "data").build_datasets(SimpleNamespace(data_dir=""))["test"])
+    validated = samples(*(each["val"] for each in sets))
     assert len(validated) == len(set(validated)) == 1417 and set(test).isdisjoint(validated)
     for each in sets:
-        assert sorted(numbers(each["train"]) + numbers(each["val"])) == sorted(validated)
-        assert abs(len(each["val"]) - 1417 / folds) < 1 and numbers(each["test"]) == test
+        assert samples(each["train"], each["val"]) == validated
+        assert abs(len(each["val"]) - 1417 / folds) < 1 and samples(each["test"]) == test
         std, mean = torch.std_mean(each["train"].images)
         assert (mean.item(), std.item()) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5))
     counts = torch.stack([each["val"].targets.bincount(minlength=10) for each in sets])
     assert (counts.amax(0) - counts.amin(0) <= 1).all()
-    assert sorted(numbers(last["train"])) == sorted(validated) and numbers(last["test"]) == test
+    assert samples(last["train"]) == validated and samples(last["test"]) == test
 
 
 def test_crossvalidation_sweep_takes_the_mean_over_the_folds(tmp_path: Path):

@@ -47,6 +47,10 @@ pytestmark = pytest.mark.recipes
 TEST = "--checkpoint last --split test --predictions"
 
 
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def saved(cwd: Path) -> list[dict]:
     """The checkpoints of a run, in the order of their steps."""
     return [torch.load(path, weights_only=True) for path in sorted(run_dir(cwd).glob("checkpoints/step-*.ckpt"))]
@@ -136,7 +140,7 @@ def test_contrastive_encoder_learns_from_the_projections_alone_in_mixed_precisio
 def test_contrastive_loss_is_that_of_the_paper(contrastive: Path):
     """Equation 1, pair by pair."""
     module = imported(contrastive, "contrastive")
-    projections = torch.randn(10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    projections = torch.randn(10, 4, generator=generator(), dtype=torch.float64)
     similar = (torch.cosine_similarity(projections[:, None], projections[None], dim=2) / 0.2).exp()
     losses = [-math.log(similar[i, (i + 5) % 10] / (similar[i].sum() - similar[i, i])) for i in range(10)]
     assert module.nt_xent(projections, 0.2).item() == close(sum(losses) / 10)
@@ -144,14 +148,9 @@ def test_contrastive_loss_is_that_of_the_paper(contrastive: Path):
     assert not torch.equal(module.random_view(images), module.random_view(images))
 
 
-@pytest.mark.parametrize(
-    "options, is_trained",
-    [
-        pytest.param("--epochs 12 --width 16 --base_lr 2e-3", True, marks=pytest.mark.night),
-        ("--width 4 --warmup_epochs 0 --max_steps 2", False),
-    ],
-)
-def test_diffusion_draws_what_it_has_learned(options: str, is_trained: bool, diffusion: Path, tmp_path: Path):
+@pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=pytest.mark.night)])
+def test_diffusion_draws_what_it_has_learned(is_trained: bool, diffusion: Path, tmp_path: Path):
+    options = "--epochs 12 --width 16 --base_lr 2e-3" if is_trained else "--width 4 --warmup_epochs 0 --max_steps 2"
     call(f"{diffusion}/train.py --accelerator cpu --dropout 0 --checkpoint_frequency 5 {options}", tmp_path)
     printed = run(f"{diffusion}/sample.py --count {200 if is_trained else 100}", tmp_path).stdout
     distance = float(re.search(r"distance to the test images (.+)", printed)[1])
@@ -191,10 +190,8 @@ def test_gan_weights_alone_say_what_is_made(gan: Path, monkeypatch: pytest.Monke
 def test_gan_players_take_turns(gan: Path, tmp_path: Path):
     call(f"{gan}/train.py {SMALL} --max_steps 3 --checkpoint_interval 1", tmp_path)
     first, second, third = saved(tmp_path)
-    for before, after, player, other in (
-        (first, second, "model", "discriminator"),
-        (second, third, "discriminator", "model"),
-    ):
+    players = ("model", "discriminator")
+    for before, after, (player, other) in ((first, second, players), (second, third, players[::-1])):
         assert not all(torch.equal(value, after[player][name]) for name, value in before[player].items())
         assert_same_weights(before[other], after[other], atol=0)
 
@@ -276,20 +273,12 @@ def test_sam_a_gradient_that_overflows_moves_no_weight(sam: Path):
     assert model.weight.isfinite().all() and torch.equal(model.weight, before)
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 # The weights stay as they are, and neither dropout nor shifts change a loss: a sample has the same in each epoch.
 STILL = f"{LONG} --base_lr 1e-30 --dropout 0 --effective_batch_size 64"
 
 
-def sample_losses(program: Path, num_samples: int, pressure: float):
-    return imported(program, "hard_examples").SampleLosses(num_samples, pressure, torch.device("cpu"))
-
-
 def test_hard_examples_hardest_is_drawn_so_many_times_as_often_as_the_easiest(hard_examples: Path):
-    losses = sample_losses(hard_examples, 1000, pressure=20)
+    losses = imported(hard_examples, "hard_examples").SampleLosses(1000, 20, torch.device("cpu"))
     assert len(losses.order(0, generator()).unique()) == 1000  # each once in the first epoch
     losses.before = torch.rand(1000, generator=generator())
     drawn = torch.stack([losses.order(0, generator(seed)).bincount(minlength=1000) for seed in range(200)]).double()
@@ -306,7 +295,7 @@ def test_hard_examples_hardest_is_drawn_so_many_times_as_often_as_the_easiest(ha
 
 def test_hard_examples_count_the_highest_loss_of_a_sample_that_was_drawn_several_times(hard_examples: Path):
     """And of one that was not drawn, the one before it."""
-    losses = sample_losses(hard_examples, 5, pressure=100)
+    losses = imported(hard_examples, "hard_examples").SampleLosses(5, 100, torch.device("cpu"))
     losses.before = torch.arange(5.0)
     losses.indices = torch.tensor([3, 0, 3, 4])
     plan = SimpleNamespace(micro_batch_size=2, steps_per_epoch=2, effective_batch_size=2, world_size=1)
@@ -393,7 +382,7 @@ def test_multitask_report_is_what_the_two_heads_say(multitask: Path, tmp_path: P
     dataset = imported(multitask, "data").build_datasets(SimpleNamespace(data_dir=""))["test"]
     model = imported(multitask, "model").Model((1, 8, 8), 10).eval()
     model.load_state_dict(weights(tmp_path))
-    digits, ink = model(dataset.images)
+    digits, ink = (each.detach() for each in model(dataset.images))
     inks = dataset.images.sum(dim=(1, 2, 3)) / 8
     assert found["accuracy"] == close((digits.argmax(1) == dataset.targets).double().mean())
     assert found["digit_loss"] == close(F.cross_entropy(digits, dataset.targets), rel=1e-3)
@@ -433,8 +422,7 @@ def test_two_models_wrong_labels_are_those_of_the_seed_and_in_the_training_set_a
 
 def test_semi_supervised_loss_is_that_of_the_paper(semi_supervised: Path):
     """Equation 4: images without a certain prediction add nothing, and count. No gradient goes through the label."""
-    generator = torch.Generator().manual_seed(0)
-    weak, strong = (scale * torch.randn(20, 5, generator=generator) for scale in (4, 1))
+    weak, strong = (scale * torch.randn(20, 5, generator=generator(scale)) for scale in (4, 1))
     pseudo_label_loss = imported(semi_supervised, "fixmatch").pseudo_label_loss
     loss, certain = pseudo_label_loss(weak.requires_grad_(), strong.requires_grad_(), 0.9)
     labels = {row: int(each.argmax()) for row, each in enumerate(weak.softmax(dim=1)) if each.max() >= 0.9}
@@ -563,7 +551,7 @@ def test_reinforcement_energy_grows_by_the_work_of_the_push(action: int, cart, m
         return velocity.square() / 2 + 0.1 * (of_centre / 2 + turn.square() / 24 + 9.8 * 0.5 * angle.cos())
 
     monkeypatch.setattr(cart, "SECONDS", 1e-6)
-    before = torch.randn(100, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = torch.randn(100, 4, dtype=torch.float64, generator=generator())
     after = cart.advance(before, torch.full((100,), action))[0]
     work = 10 * (2 * action - 1) * before[:, 1]  # per second
     torch.testing.assert_close((energy(after) - energy(before)) / 1e-6, work, atol=1e-3, rtol=1e-3)
