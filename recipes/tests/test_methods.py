@@ -372,8 +372,7 @@ def test_a_model_of_another_run_is_frozen_and_in_no_checkpoint(recipe: str, opti
         assert found["loss"] > found["distance"] > 1
 
 
-def test_multitask_report_is_what_the_two_heads_say(multitask: Path, tmp_path: Path):
-    """And both are learned."""
+def test_multitask_learns_both_and_reports_the_error_of_the_ink(multitask: Path, tmp_path: Path):
     call(f"{multitask}/train.py --accelerator cpu --epochs 8 --logger_name csv --ink_weight 0.5", tmp_path)
     for row in rows(tmp_path):
         for part in ("train", "val"):
@@ -382,11 +381,8 @@ def test_multitask_report_is_what_the_two_heads_say(multitask: Path, tmp_path: P
     dataset = imported(multitask, "data").build_datasets(SimpleNamespace(data_dir=""))["test"]
     model = imported(multitask, "model").Model((1, 8, 8), 10).eval()
     model.load_state_dict(weights(tmp_path))
-    digits, ink = (each.detach() for each in model(dataset.images))
+    ink = model(dataset.images)[1].detach()
     inks = dataset.images.sum(dim=(1, 2, 3)) / 8
-    assert found["accuracy"] == close((digits.argmax(1) == dataset.targets).double().mean())
-    assert found["digit_loss"] == close(F.cross_entropy(digits, dataset.targets), rel=1e-3)
-    assert found["ink_loss"] == close((ink - inks).square().mean(), rel=1e-3)
     assert found["ink_mae"] == close((ink - inks).abs().mean(), rel=1e-3)
     best_constant = (inks - inks.mean()).abs().mean()
     assert rows(tmp_path)[-1]["val/accuracy"] > 0.95 and found["ink_mae"] < 0.5 * best_constant
@@ -488,14 +484,6 @@ def train_policy(reinforcement: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def cart(reinforcement: Path):
     return imported(reinforcement, "environment")
-
-
-def test_reinforcement_learns_and_keeps_the_return_of_each_episode(reinforcement: Path, tmp_path: Path):
-    """Random pushes have a return of 22."""
-    call(f"{reinforcement}/train.py --accelerator cpu --epochs 2 --warmup_epochs 0", tmp_path)
-    mean = results(reinforcement, tmp_path, TEST)["return"]
-    (returns,) = predictions_of(tmp_path)
-    assert len(returns) == 1000 and mean == close(returns.mean()) and 400 < mean <= 500
 
 
 def test_reinforcement_loss_is_that_of_reinforce(train_policy, cart):
