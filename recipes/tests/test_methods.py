@@ -490,6 +490,7 @@ def test_reinforcement_loss_is_that_of_reinforce(train_policy, cart):
     """Written with the return of a cart-pole, whose reward is 1 in each step until the pole has fallen: a geometric
     series."""
     config = train_policy.TrainConfig(discount=0.9)
+    torch.manual_seed(0)
     model = train_policy.build_model(config, None)
     starts = train_policy.build_datasets(config)["val"].tensors[0][:8]
     torch.manual_seed(1)
