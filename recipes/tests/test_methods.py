@@ -21,7 +21,6 @@ from helpers import (
     assert_same_weights,
     call,
     checkpoint,
-    execute,
     history,
     imported,
     imported_train,
@@ -273,10 +272,6 @@ def test_sam_a_gradient_that_overflows_moves_no_weight(sam: Path):
     assert model.weight.isfinite().all() and torch.equal(model.weight, before)
 
 
-# The weights stay as they are, and neither dropout nor shifts change a loss: a sample has the same in each epoch.
-STILL = f"{LONG} --base_lr 1e-30 --dropout 0 --effective_batch_size 64"
-
-
 def test_hard_examples_hardest_is_drawn_so_many_times_as_often_as_the_easiest(hard_examples: Path):
     losses = imported(hard_examples, "hard_examples").SampleLosses(1000, 20, torch.device("cpu"))
     assert len(losses.order(0, generator()).unique()) == 1000  # each once in the first epoch
@@ -307,35 +302,25 @@ def test_hard_examples_count_the_highest_loss_of_a_sample_that_was_drawn_several
     assert losses.current.tolist() == [-math.inf] * 5
 
 
-@pytest.fixture(scope="module")
-def still(tmp_path_factory) -> tuple[Path, torch.Tensor]:
-    """The program without shifts, and the loss of each training sample with the weights of a run of STILL."""
-    folder = tmp_path_factory.mktemp("still")
-    program = replace(with_recipe("hard_examples", folder / "program"), "shift", "shift=0")
-    cwd = run_in(folder / "cwd", f"{program}/{STILL} --max_steps 2")
-    with pytest.MonkeyPatch.context() as patch:
-        train = imported_train(program, patch)
-        config = train.TrainConfig(width=4)
-        dataset = train.build_datasets(config)["train"]
-        model = train.build_model(config, dataset).eval()
-    model.load_state_dict(weights(cwd))
-    images, targets = dataset.__getitems__(range(len(dataset)))
-    return program, F.cross_entropy(model(images), targets, reduction="none").detach()
-
-
 @pytest.mark.parametrize("options", ["--micro_batch_size 64", "", f"{ON_2}", f"{ON_2} --precision bf16-mixed"])
-def test_hard_examples_have_their_losses_on_any_number_of_devices(options: str, still, tmp_path: Path):
-    """After two epochs, and in the middle of the third, which has more of the hard ones."""
-    program, expected = still
-    execute(f"{program}/{STILL} --max_steps 20 {options}", tmp_path)
-    path = max(run_dir(tmp_path).glob("checkpoints/step-*.ckpt"))
-    saved = torch.load(path, weights_only=True)["sample_losses"]
+def test_hard_examples_have_their_losses_on_any_number_of_devices(options: str, tmp_path: Path, monkeypatch):
+    """After two epochs, and in the middle of the third, which has more of the hard ones. The weights stay as they are,
+    and neither dropout nor shifts change a loss: a sample has the same in each epoch."""
+    program = replace(with_recipe("hard_examples", tmp_path / "program"), "shift", "shift=0")
+    still = "--base_lr 1e-30 --dropout 0 --effective_batch_size 64 --max_steps 20"
+    cwd = run_in(tmp_path / "cwd", f"{program}/{LONG} {still} {options}")
+    train = imported_train(program, monkeypatch)
+    dataset = train.build_datasets(train.TrainConfig())["train"]
+    model = train.build_model(train.TrainConfig(width=4), dataset).eval()
+    model.load_state_dict(weights(cwd))
+    expected = F.cross_entropy(model(dataset.images), dataset.targets, reduction="none").detach()
+    losses = saved(cwd)[-1]["sample_losses"]
     for part, most in (("before", 8 * 64 * 2), ("current", 4 * 64)):
-        is_drawn = saved[part].isfinite()
+        is_drawn = losses[part].isfinite()
         assert 0.6 * most < is_drawn.sum() <= min(most, len(expected))
         tolerance = 0.03 if "bf16" in options else 1e-5
-        torch.testing.assert_close(saved[part][is_drawn], expected[is_drawn], atol=tolerance, rtol=0)
-    assert saved["current"][is_drawn].mean() > expected.mean()
+        torch.testing.assert_close(losses[part][is_drawn], expected[is_drawn], atol=tolerance, rtol=0)
+    assert losses["current"][is_drawn].mean() > expected.mean()
 
 
 PRECISIONS = ["--precision bf16-mixed", "--precision bf16-true", "--precision 64-true"]

@@ -51,9 +51,6 @@ def assert_share_nothing(train: set, val: set, test: set) -> None:
     assert len(test) > 100 and not (train & val or train & test or val & test)
 
 
-TEXTS = ["Parses a header of a message.", "Runs a coroutine until it is done.", "xyzzy", ""]  # the last have no word
-
-
 @pytest.fixture(scope="module")
 def bag(bag_of_words: Path, tmp_path_factory) -> Path:
     """Where a run with the defaults is finished."""
@@ -77,8 +74,8 @@ def test_bag_of_words_model_pt_alone_takes_texts_as_they_were_written(bag_of_wor
     texts = [" ".join(words) for words, _ in datasets["test"].samples]
     classes = datasets["test"].classes
     assert classify(given="\n".join(texts)) == [classes[index] for index in logits.argmax(1)]
-    answers = classify(*TEXTS)
-    assert answers[:2] == ["email", "asyncio"] and len(answers) == 4
+    answers = classify("Parses a header of a message.", "Runs a coroutine until it is done.", "xyzzy", "")
+    assert answers[:2] == ["email", "asyncio"] and len(answers) == 4  # the last have no word
     words = weights(bag)["_extra_state"].pop("words")
     assert {*words} <= {word for text, _ in datasets["train"].samples for word in text}
 
@@ -135,12 +132,6 @@ def test_text_classification_padding_changes_nothing(text_classification: Path, 
 @pytest.fixture
 def model_py(language_model: Path) -> ModuleType:
     return imported(language_model, "model")
-
-
-@pytest.fixture
-def topics(language_model: Path, model_py: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setitem(sys.modules, "model", model_py)  # which it imports
-    return imported(language_model, "topics")
 
 
 def test_language_model_logs_tokens_per_second_and_mfu(language_model: Path, model_py: ModuleType, tmp_path: Path):
@@ -202,20 +193,16 @@ def test_language_model_draws_text_from_what_it_predicts(model_py: ModuleType, m
     assert drawn.tolist() == [8, 9, 0, 1, 2] and model.training
 
 
-def test_language_model_parts_share_no_paragraph_and_each_byte_is_trained_on(topics: ModuleType):
-    parts = topics.build_topics(augment=True)
+def test_language_model_parts_share_no_paragraph_and_each_byte_is_trained_on(language_model: Path, monkeypatch):
+    train = imported_train(language_model, monkeypatch)
+    parts = train.build_datasets(train.TrainConfig())
     assert_share_nothing(*({*part.text.split(b"\n\n")[1:-1]} for part in parts.values()))
     starts = torch.stack([parts["train"][1] for _ in range(500)])
     assert 50 < len(starts.unique(dim=0)) <= 64  # shifts
     lengths = {len(part[index]) for part in parts.values() for index in (0, len(part) - 1) for _ in range(100)}
-    assert lengths == {topics.LENGTH + 1}
-    assert bytes(parts["val"][0].tolist()) == parts["val"].text[: topics.LENGTH + 1]
+    assert lengths == {train.LENGTH + 1}
+    assert bytes(parts["val"][0].tolist()) == parts["val"].text[: train.LENGTH + 1]
     assert parts["val"][1][0] == parts["val"][0][-1]  # which is a target alone there
-
-
-@pytest.fixture(scope="module")
-def packing(token_batches: Path) -> ModuleType:
-    return imported(token_batches, "token_batches")
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +220,10 @@ def epoch_of(train, epoch: int, seed: int = 42) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("budget", [1024, 300])
-def test_token_batches_of_an_epoch_have_each_sequence_once_and_keep_to_the_budget(packing, parts, budget):
+def test_token_batches_of_an_epoch_have_each_sequence_once_and_keep_to_the_budget(token_batches, parts, budget):
     """A longer sequence is alone. They are of similar lengths, mixed, and no two sequences are always together. No
     paragraph is in two parts."""
-    train = packing.TokenBatches(parts["train"], budget)
+    train = imported(token_batches, "token_batches").TokenBatches(parts["train"], budget)
     lengths, together = train.sequences.lengths, []
     for epoch in range(2):
         batches = epoch_of(train, epoch)
@@ -292,13 +279,13 @@ def test_token_batches_count_each_sample_by_its_tokens(token_batches: Path, part
 
 
 @pytest.mark.parametrize("options", ["", ON_2, "--micro_batch_size 2"])
-def test_token_batches_give_each_token_the_same_weight(options: str, token_batches: Path, packing, parts, tmp_path):
+def test_token_batches_give_each_token_the_same_weight(options: str, token_batches: Path, parts, tmp_path):
     """In the loss of a step and in its gradient."""
     small = "--effective_batch_size 4 --micro_batch_size 1 --max_steps 1 --log_interval 1 --dropout 0 --width 8"
     execute(f"{token_batches}/{LONG} {small} --base_lr 1e-30 {options}", tmp_path)
     model = imported(token_batches, "model").Model(256, width=8, dropout=0)
     model.load_state_dict(weights(tmp_path))  # as in the beginning
-    train = packing.TokenBatches(parts["train"], 1024)
+    train = imported(token_batches, "token_batches").TokenBatches(parts["train"], 1024)
     first = np.concatenate(epoch_of(train, 0)[:4])
     per_batch = train.sequences.lengths.sum() / len(train)
     loss = torch.cat(losses_of(model, train.sequences, first)).sum() / (4 * per_batch)
