@@ -1,88 +1,297 @@
-"""What is shown of a run, and measured: hparams, pictures, profiler, val_sets."""
+"""What one of recipes/features alone can do wrong: which samples come when, and from where (balanced, crossvalidation,
+on_device, prefetch, and the orders of docs/data.md), and what is shown of a run (hparams, pictures, profiler,
+val_sets). On_device and prefetch run on the CPU here; test_gpu.py has what needs a GPU."""
 
 import io
 import json
+import re
+import shutil
+import signal
+import zlib
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from edits import with_text
+from edits import insert_after, insert_before, replace
 from helpers import (
     LONG,
     ON_2,
+    REPO,
     SMALL,
+    TOOLS,
+    assert_same_run,
+    assert_same_weights,
     call,
     imported,
+    interrupt,
+    kill_group,
     last_summary,
+    predictions_of,
     read_tensorboard,
     results,
     rows,
     run,
     run_dir,
+    run_forked_sweep,
+    run_in,
     weights,
     with_recipe,
 )
+from mistakes import refuses
 from PIL import Image
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.data import Subset, TensorDataset
 
 from config import TrainConfig
 from data import build_datasets
 from runtime.evaluation import EvalRun
-from runtime.loader import SeededBatches, TrainSampler
-from utils import make_plan
+from runtime.launch import end_workers
+from runtime.loader import seeder
 
 pytestmark = pytest.mark.recipes
 
-# ---- hparams
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def hparams_tab(folder: Path) -> dict[str, tuple[dict, dict]]:
-    """What TensorBoard's own code finds for its HParams tab: by the name of a run its options and its metrics."""
-    multiplexer = EventMultiplexer()
-    multiplexer.AddRunsFromDirectory(str(folder))
-    multiplexer.Reload()
-    provider = MultiplexerDataProvider(multiplexer, str(folder))
-    request = api_pb2.ListSessionGroupsRequest(slice_size=10, allowed_statuses=api_pb2.Status.values())
-    context = backend_context.Context(TBContext(data_provider=provider))
-    groups = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
-    found = {}
-    for group in groups:
-        options = {name: value.string_value or value.number_value for name, value in group.hparams.items()}
-        found[group.name] = options, {each.name.tag: each.value for each in group.metric_values}
-    return found
+def test_balanced_draws_each_class_equally_often(balanced: Path):
+    """Five classes are rare, and the test set is whole."""
+    parts = imported(balanced, "data").build_datasets(SimpleNamespace(data_dir="", balanced=True))
+    train, counts = parts["train"], parts["train"].targets.bincount()
+    assert counts[:5].max() < 20 and counts[5:].min() > 100
+    assert parts["test"].targets.bincount().min() > 25 and (len(parts["val"]), len(parts["test"])) == (200, 380)
+    epochs = torch.stack([train.order(epoch, generator(epoch)) for epoch in range(100)])
+    shares = train.targets[epochs].flatten().bincount() / epochs.numel()
+    torch.testing.assert_close(shares, torch.full((10,), 0.1), atol=0.005, rtol=0)  # four standard deviations
+    assert epochs.shape[1] == epochs.unique().numel() == len(train)
+    assert torch.equal(epochs[3], train.order(3, generator(3))) and not torch.equal(epochs[3], epochs[4])
 
 
-def test_hparams_tab_has_each_run_once_with_its_options_and_last_values(hparams: Path, tmp_path: Path):
-    """Also after a resume, which leaves the options of the first start."""
-    widths = {"narrow": 2, "wide": 5}
-    for name, width in widths.items():
-        call(f"{hparams}/train.py {SMALL} --width {width} --out_dir {name}", tmp_path)
-    call(f"{hparams}/train.py --resume wide --epochs 6", tmp_path)
-    found = hparams_tab(tmp_path)
-    assert {*found} == {run_dir(tmp_path, name).name for name in widths}
-    for name, width in widths.items():
-        folder = run_dir(tmp_path, name)
-        options, metrics = found[folder.name]
-        assert {*options} == {*yaml.safe_load((folder / "config.yaml").read_text())}
-        assert (options["width"], options["epochs"], options["deterministic"]) == (width, 5, "True")
-        summary = json.loads((folder / "summary.json").read_text())
-        assert metrics["vitals/best"] == pytest.approx(summary["best"])
-        for value in ("train/loss", "val/loss", "val/accuracy"):
-            assert metrics[value] == pytest.approx(summary["last"][value])
+def test_the_orders_of_the_page_draw_by_weight_and_batch_by_length():
+    """The latter has each sample once, and mixes long and short batches."""
+    sequences = TensorDataset(torch.randint(1, 201, (1000,), generator=generator()))
+    sequences.lengths, sequences.weights, sequences.batch_size = sequences.tensors[0], sequences.tensors[0].float(), 16
+    orders = []
+    for block in re.findall(r"^```python\n(def order.*?)^```$", (REPO / "docs" / "data.md").read_text(), re.S | re.M):
+        exec(block, names := {"torch": torch})
+        orders.append(names["order"])
+    by_weight, by_length = orders
+
+    drawn = torch.cat([by_weight(sequences, epoch, generator(epoch)) for epoch in range(300)])
+    expected = len(drawn) * sequences.weights / sequences.weights.sum()
+    assert ((drawn.bincount(minlength=1000) - expected).abs() < 6 * expected.sqrt() + 1).all()
+
+    order, again, other = (by_length(sequences, 0, generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(order, again) and not torch.equal(order, other)
+    assert len(order) == len(order.unique()) == 1000 // 16 * 16
+    lengths = sequences.lengths[order].view(-1, 16)
+    assert lengths.sum() > 0.95 * (lengths.amax(1) * 16).sum()  # 0.53 with a random order
+    assert lengths.float().mean(1).diff().gt(0).float().mean() < 0.7
 
 
-# ---- profiler
+def samples(*datasets) -> list[bytes]:
+    """The images of datasets, in order. They were normalised: their grey values are restored."""
+    images = [dataset.images.flatten(1) for dataset in datasets]
+    grey = torch.cat([(each - each.min()) / (each.max() - each.min()) * 16 for each in images]).round().byte()
+    return sorted(image.tobytes() for image in grey.numpy())
 
 
-def traces(cwd: Path) -> list[str]:
-    return sorted(path.name for path in run_dir(cwd).glob("trace-*.json"))
+@pytest.mark.parametrize("folds", [2, 5])
+def test_crossvalidation_validates_on_each_sample_once_and_else_trains_on_it(crossvalidation: Path, folds: int):
+    """The classes have the same shares in each fold, what normalises comes from the samples that are trained on, and
+    the test set is that of the template. Fold -1 trains on all others."""
+    build = imported(crossvalidation, "data").build_datasets
+    parts = [SimpleNamespace(data_dir="", folds=folds, fold=fold) for fold in [*range(folds), -1]]
+    *sets, last = (build(part, augment=False) for part in parts)
+    test = samples(imported(REPO, "data").build_datasets(SimpleNamespace(data_dir=""))["test"])
+    validated = samples(*(each["val"] for each in sets))
+    assert len(validated) == len(set(validated)) == 1417 and set(test).isdisjoint(validated)
+    for each in sets:
+        assert samples(each["train"], each["val"]) == validated
+        assert abs(len(each["val"]) - 1417 / folds) < 1 and samples(each["test"]) == test
+        std, mean = torch.std_mean(each["train"].images)
+        assert (mean.item(), std.item()) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5))
+    counts = torch.stack([each["val"].targets.bincount(minlength=10) for each in sets])
+    assert (counts.amax(0) - counts.amin(0) <= 1).all()
+    assert samples(last["train"]) == validated and samples(last["test"]) == test
+
+
+def test_crossvalidation_sweep_takes_the_mean_over_the_folds(tmp_path: Path):
+    """Nothing is searched: one point, the defaults."""
+    pytest.importorskip("optuna")
+    program = with_recipe("crossvalidation", tmp_path / "program")
+    (program / "tools").mkdir()
+    for name in ("sweep.py", "runs.py", "run_table.py"):  # the latter two are tested with folds in test_runs.py
+        shutil.copy(TOOLS / name, program / "tools")
+    (cwd := tmp_path / "cwd").mkdir()
+    (cwd / "cv.yaml").write_text("folds: 3\nfold: [0, 1, 2]\n")
+    options = f"{SMALL} --epochs 1 --logger_name csv"
+    printed = run_forked_sweep(f"cv.yaml --jobs 2 -- {options}", cwd, program=program).stdout
+    bests = {path.parent.name[16:]: json.loads(path.read_text())["best"] for path in cwd.glob("*/summary.json")}
+    assert {*bests} == {f"cv-0-fold={fold}" for fold in (0, 1, 2)}
+    average = mean(bests.values())
+    assert f": {average:.5g} with {{}}; best " in printed and f"best val/accuracy {average:.5g} of 1 trials" in printed
+    assert len(re.findall(r"^next: python test.py --out_dir \S+-fold=\d$", printed, re.MULTILINE)) == 3
+
+
+META, CPU = torch.device("meta"), torch.device("cpu")  # devices that every machine has
+
+
+@pytest.fixture(scope="module")
+def data(on_device: Path) -> ModuleType:
+    """The edited data.py."""
+    return imported(on_device, "data")
+
+
+@pytest.fixture(scope="module")
+def make_loader(on_device: Path):
+    """Makes a loader of two batches, in a process whose device is this one."""
+    module = imported(on_device, "runtime/loader")
+
+    def loader(dataset, device: torch.device, num_workers: int = 0):
+        fabric = SimpleNamespace(device=device, to_device=lambda tensor: tensor.to(device), world_size=1, global_rank=0)
+        batches = module.eval_batches(8, 4, fabric)
+        return module.Loader(fabric, dataset, batches, TrainConfig(num_workers=num_workers))
+
+    return loader
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_on_device_samples_are_moved_once_and_fetched_and_augmented_there(augment, data, make_loader, monkeypatch):
+    """The loader is made after the launch, so the device is that of the process. Of the host's samples, build_model
+    looks at one, and `order` may need them all: they stay. Indices are copied once a batch, in one tensor."""
+    dataset = data.build_datasets(TrainConfig(), augment)["train"]
+    item, randint, move = torch.Tensor.item, torch.randint, data.ImageDataset.on_device
+    moved, copied, drawn = [], [], []
+    monkeypatch.setattr(data.ImageDataset, "on_device", lambda self, to: moved.append(to) or move(self, to))
+    monkeypatch.setattr(torch, "randint", lambda *args, **to: drawn.append(randint(*args, **to)) or drawn[-1])
+    # No tensor on the meta device has a value. That with which shifted images are padded is 0 there.
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: 0.0 if self.is_meta else item(self))
+    batches = make_loader(dataset, META)
+    batches.fabric.to_device = lambda tensor: copied.append(tensor) or tensor.to(META)
+    for _ in range(3):
+        found = [(images.shape, images.device, targets.shape, targets.device) for images, targets in batches]
+        assert found == [((4, 1, 8, 8), META, (4,), META)] * 2
+    assert [each.device for each in drawn] == (6 * [META] if augment else [])
+    assert moved == [META] and dataset[0][0].device == CPU and not batches.pin_memory
+    assert [index.tolist() for index in copied] == 3 * [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_on_device_generators_are_seeded_for_each_batch(data: ModuleType, make_loader, monkeypatch):
+    """With the numbers that the CPU's gets: augmentation that is drawn on the device is resumed exactly, too."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "default_generators", (SimpleNamespace(manual_seed=seeded.append),))
+    batches = make_loader(data.build_datasets(TrainConfig())["train"], CPU)
+    batches.dataset.set_seed = seeder("cuda", "data", TrainConfig.seed)
+    list(batches)
+    base = zlib.crc32(f"data {TrainConfig.seed}".encode())
+    assert seeded == [base, base + 4]  # a batch of an evaluation has the number of its first sample
+
+
+def test_on_device_a_dataset_that_stays_on_the_host_may_have_workers(data: ModuleType, make_loader):
+    dataset = Subset(data.build_datasets(TrainConfig())["train"], range(100))
+    assert [len(targets) for _, targets in make_loader(dataset, CPU, num_workers=1)] == [4, 4]
+    end_workers(set())
+
+
+def test_on_device_on_a_cpu_the_run_is_that_without_the_patch(balanced: Path, tmp_path: Path):
+    """Beside the recipe of an order, too: a class that takes the arguments of ImageDataset needs not a line more. And
+    test.py refuses workers."""
+    both = with_recipe("balanced", with_recipe("on_device", tmp_path / "both"))
+    ours, plain = (run_in(tmp_path / f"of_{path.name}", f"{path}/{LONG} --epochs 4") for path in (both, balanced))
+    assert_same_run(ours, plain)
+    refuses(f"{both}/test.py --accelerator cpu --num_workers 1", ours, "--num_workers 1")
+
+
+NO_STREAMS = """
+from types import SimpleNamespace
+
+torch.cuda.Stream = torch.cuda.current_stream = lambda device: SimpleNamespace(wait_stream=lambda other: None)
+torch.cuda.stream = lambda stream: ExitStack()
+"""
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory) -> Path:
+    """The program, which loads ahead on a CPU, too, on streams that wait for nothing. It prints when the order of an
+    epoch is asked for, and each step."""
+    program = with_recipe("prefetch", tmp_path_factory.mktemp("ahead"))
+    insert_before(program, ("runtime/loader.py", "", "def start_worker("), NO_STREAMS)
+    replace(program, ("runtime/loader.py", "__iter__", 'self.fabric.device.type == "cuda"'), "True")
+    asked = ("runtime/loader.py", "order", "generator = torch.Generator().manual_seed(...)")
+    insert_before(program, asked, 'print(f"order of epoch {epoch}", flush=True)')
+    return insert_before(program, "optimizer steps", 'print(f"step {step}", flush=True)')
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_prefetch_each_copy_overlaps_one_computation_and_nothing_else(count: int, prefetch: Path, monkeypatch):
+    """The loop waits for the copy of its batch, but not for that of the next one. A copy waits for what was computed
+    before: the memory that it writes to may be that of an earlier batch."""
+    order, current = [], ["computing"]
+
+    def stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    def copy(batch: int) -> int:
+        order.append(f"copy {batch} on {current[-1]}")
+        return batch
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream("copying"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream("computing"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    fabric = SimpleNamespace(device=None, to_device=copy)
+    for batch in imported(prefetch, "runtime/loader").copied_ahead(fabric, iter(range(count))):
+        order.append(f"compute {batch} on {current[-1]}")
+    expected = []
+    for batch in range(count):
+        expected += ["computing waits for copying", "copying waits for computing", f"copy {batch} on copying"]
+        expected += [f"compute {batch - 1} on computing"] if batch else []
+    expected += ["computing waits for copying", *([f"compute {count - 1} on computing"] if count else [])]
+    assert order == expected
+
+
+def test_prefetch_makes_no_stream_without_a_gpu(prefetch: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: pytest.fail("a stream"))
+    call(f"{prefetch}/{LONG} --max_steps 4", tmp_path)
+
+
+@pytest.mark.parametrize("options", ["", pytest.param("--num_workers 2", marks=pytest.mark.night)])
+def test_prefetch_killed_and_resumed_it_is_the_run_without_it(options: str, ahead: Path, tmp_path: Path):
+    """When a micro-batch more had been loaded than was trained on. Nothing is loaded ahead of an epoch: its order may
+    depend on the training, so it is asked for when the first batch is."""
+    (killed := tmp_path / "killed").mkdir()
+    assert interrupt(f"{ahead}/{LONG} {options}", killed, kill_group).returncode == -signal.SIGKILL
+    printed = run(f"{ahead}/train.py --resume auto", killed).stdout.splitlines()
+    lines = [line for line in printed if line.startswith(("order of", "step "))]
+    assert lines.index("order of epoch 9") == lines.index("step 72") + 1
+    assert_same_run(killed, run_in(tmp_path / "plain", f"{LONG} {options}"))
+
+
+def test_hparams_tab_has_the_options_of_the_first_start_beside_the_last_values(hparams: Path, tmp_path: Path):
+    """In the one run that TensorBoard sees, also after a resume."""
+    call(f"{hparams}/train.py {SMALL} --width 5", tmp_path)
+    call(f"{hparams}/train.py --resume auto --epochs 6", tmp_path)
+    folder = run_dir(tmp_path)
+    assert {path.parent for path in folder.rglob("events.*")} == {folder}
+    board = read_tensorboard(folder)
+    content = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {*found} == {*yaml.safe_load((folder / "config.yaml").read_text())}
+    assert (found["width"].number_value, found["epochs"].number_value) == (5, 5)
+    assert found["deterministic"].string_value == "True"
+    assert board.Scalars("val/loss")[-1].value == pytest.approx(last_summary(tmp_path)["last"]["val/loss"])
 
 
 def test_profiler_writes_a_trace_of_the_steps(profiler: Path, tmp_path: Path):
@@ -93,25 +302,19 @@ def test_profiler_writes_a_trace_of_the_steps(profiler: Path, tmp_path: Path):
     assert steps == {"ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"}  # counted from 0
 
 
-@pytest.mark.parametrize("max_steps, recorded", [(7, 2), (5, 0)])
-def test_profiler_has_no_more_steps_than_were_run(max_steps: int, recorded: int, profiler: Path, tmp_path: Path):
-    printed = call(f"{profiler}/train.py {SMALL} --profile 3 --max_steps {max_steps}", tmp_path).stdout
-    assert (f"trace of {recorded} steps" in printed) == (len(traces(tmp_path)) == 1) == (recorded > 0)
-
-
-def test_profiler_is_not_in_the_speed_and_a_resume_makes_another_trace(tmp_path: Path, program: Path):
-    line = "        print(profiler."
-    slow = f"        __import__('time').sleep(5)\n{line}"
-    with_text(with_recipe("profiler", program), "wall_time.py", (line, slow))
-    call(f"{program}/train.py {SMALL} --profile 3 --max_steps 8", tmp_path)
-    last = rows(tmp_path)[-1]
-    assert last["step"] == 8 and last["samples_per_second"] > 4 * 64 / 5
-    with_text(program, "wall_time.py", (slow, line))
-    call(f"{program}/train.py --resume auto --max_steps 20", tmp_path)
-    assert traces(tmp_path) == ["trace-00000008.json", "trace-00000016.json"]
-
-
-# ---- val_sets
+def test_profiler_is_not_in_the_speed_and_each_resume_has_a_trace_of_the_steps_it_runs(tmp_path: Path, program: Path):
+    slow = "if run.state['step'] == 8:\n    __import__('time').sleep(5)"
+    table = ("wall_time.py", "report", "print(profiler.key_averages().table(...))")
+    insert_before(with_recipe("profiler", program), table, slow)
+    command = f"train.py {SMALL} --profile 3"
+    for max_steps, recorded in ((8, 3), (20, 3), (25, 0), (32, 2)):  # after 5 steps of warm-up
+        printed = call(f"{program}/{command} --max_steps {max_steps}", tmp_path).stdout
+        assert (f"trace of {recorded} steps" in printed) == ("trace of" in printed) == (recorded > 0)
+        command = "train.py --resume auto"
+    names = sorted(path.name for path in run_dir(tmp_path).glob("trace-*.json"))
+    assert names == [f"trace-{step:08}.json" for step in (8, 16, 32)]
+    (speed,) = [row["samples_per_second"] for row in rows(tmp_path) if row["step"] == 8]
+    assert speed > 4 * 64 / 5
 
 
 def test_val_sets_second_validation_set_is_logged_monitored_and_evaluated(val_sets: Path, tmp_path: Path):
@@ -121,16 +324,10 @@ def test_val_sets_second_validation_set_is_logged_monitored_and_evaluated(val_se
     found = rows(tmp_path)
     assert last_summary(tmp_path)["best"] == max(row["val/mirrored_accuracy"] for row in found)
     assert found[-1]["val/accuracy"] > found[-1]["val/mirrored_accuracy"] > 0
-    for split, prefix in (("val", "val/"), ("mirrored", "val/mirrored_")):
-        tested = results(val_sets, tmp_path, f"--checkpoint last --split {split}")
-        for name in ("loss", "accuracy"):
-            assert tested[name] == pytest.approx(found[-1][f"{prefix}{name}"])
-    (tmp_path / "plain").mkdir()
-    call(f"train.py {options}", tmp_path / "plain")
-    torch.testing.assert_close(weights(tmp_path), weights(tmp_path / "plain"), atol=0, rtol=0)
-
-
-# ---- pictures
+    tested = results(val_sets, tmp_path, "--checkpoint last --split mirrored")
+    assert tested == pytest.approx({name: found[-1][f"val/mirrored_{name}"] for name in ("loss", "accuracy")})
+    plain = run_in(tmp_path / "plain", f"train.py {options}")
+    assert_same_weights(weights(tmp_path), weights(plain), atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -139,101 +336,65 @@ def module(pictures: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def trained(pictures: Path, tmp_path_factory) -> Path:
-    """Where a small run is that has mistaken many samples of the test set."""
-    cwd = tmp_path_factory.mktemp("trained")
-    call(f"{pictures}/train.py {SMALL}", cwd)
-    call(f"{pictures}/test.py --out_dir train_out --predictions --accelerator cpu", cwd)
-    return cwd
-
-
-def first_batch(cwd: Path) -> np.ndarray:
-    """The one picture in TensorBoard."""
-    board = read_tensorboard(run_dir(cwd))
-    assert board.Tags()["images"] == ["vitals/first_batch"]
-    (image,) = board.Images("vitals/first_batch")
-    assert image.step == 1
-    return np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
-
-
-def cells(page: np.ndarray, columns: int, number: int, lines: int) -> torch.Tensor:
-    """The images of a page, as bytes (number, 8, 8), each pixel from the middle of its square of 13 pixels."""
-    found = []
-    for i in range(number):
-        x, y = 12 + i % columns * 116, 44 + i // columns * (116 + 16 * lines) + 16 * lines
-        found.append(page[y + 6 : y + 104 : 13, x + 6 : x + 104 : 13, 0])
-    return torch.tensor(np.stack(found))
-
-
-def as_bytes(images: torch.Tensor) -> torch.Tensor:
-    low, high = images.aminmax()
-    return ((images - low) / (high - low) * 255).round().byte()[:, 0]
+def trained(tmp_path_factory) -> Path:
+    """Where a small run is that has mistaken many samples of the test set, and has left its first micro-batch."""
+    folder = tmp_path_factory.mktemp("trained")
+    program = with_recipe("pictures", folder / "program")
+    insert_before(program, "functions", "SEEN = []")
+    insert_after(program, "batch", "if model.training:\n    SEEN.append(batch)\n    torch.save(SEEN[0], 'batch.pt')")
+    command = f"{program}/train.py {SMALL} --micro_batch_size 16"
+    return run_in(folder / "cwd", command, f"{program}/test.py --predictions --accelerator cpu")
 
 
 def test_pictures_first_batch_is_what_the_model_got(trained: Path, module: ModuleType, tmp_path: Path):
-    """64 images as they were augmented, and their classes. The training is that without the recipe."""
-    config = TrainConfig(limit_train_batches=4)
-    dataset = build_datasets(config)["train"]
-    plan = make_plan(config, len(dataset), val_samples=0, world_size=1, saved_size=0)
-    key = next(iter(TrainSampler(plan, dataset, rank=0, seed=42)))
-    images, targets = SeededBatches(dataset, 42)[key]
-    assert not torch.equal(images, dataset.images[torch.tensor(key[1])])  # they are shifted
-    page = first_batch(trained)
-    assert torch.equal(cells(page, 8, 64, 1), as_bytes(images))
+    """A micro-batch, the first of four, with its classes. The training is that without the recipe."""
+    images, targets = torch.load(trained / "batch.pt")
+    (image,) = read_tensorboard(run_dir(trained)).Images("vitals/first_batch")
+    page = Image.open(io.BytesIO(image.encoded_image_string))
     captions = [str(target) for target in targets.tolist()]
     title = "first training batch, each with its class"
+    assert image.step == 1 and len(images) == 16
     assert np.array_equal(page, module.grid(title, images, captions, 8))
-    captions[63] = str(9 - int(captions[63]))
-    assert not np.array_equal(page, module.grid(title, images, captions, 8))
-    call(f"train.py {SMALL} --logger_name csv", tmp_path)
-    torch.testing.assert_close(weights(trained), weights(tmp_path), atol=0, rtol=0)
-
-
-def test_pictures_first_batch_has_one_micro_batch(pictures: Path, tmp_path: Path):
-    """The first of four, of 16 images."""
-    call(f"{pictures}/{LONG} --logger_name tensorboard --max_steps 2", tmp_path)
-    assert first_batch(tmp_path).shape[0] == 44 + 2 * 132
+    assert not np.array_equal(page, module.grid(title, images, [*captions[:-1], "X"], 8))
+    call(f"train.py {SMALL} --micro_batch_size 16", tmp_path)
+    assert_same_weights(weights(trained), weights(tmp_path), atol=0)
 
 
 def test_pictures_show_the_most_confident_mistakes(trained: Path, module: ModuleType):
-    logits, targets = torch.load(run_dir(trained) / "predictions_test_best.pt", weights_only=True)
+    logits, targets = predictions_of(trained)
     confidence, predicted = logits.softmax(dim=1).max(dim=1)
     wrong = [int(sample) for sample in confidence.argsort(descending=True) if predicted[sample] != targets[sample]][:25]
     path = run_dir(trained) / "wrong_test_best.png"
     images = build_datasets(TrainConfig(), augment=False)["test"].images[wrong]
-    page = np.asarray(Image.open(path))
-    assert torch.equal(cells(page, 5, 25, 2), as_bytes(images))
     captions = [f"true {targets[i]}, pred. {predicted[i]}\n{float(confidence[i]):.1%}, no. {i}" for i in wrong]
-    assert np.array_equal(page, module.grid(f"{path.parent.name}, wrong_test_best", images, captions, 5))
+    expected = module.grid(f"{path.parent.name}, wrong_test_best", images, captions, 5)
+    assert np.array_equal(Image.open(path), expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 300, 200), (1, 1, 50)])
-def test_pictures_of_any_shape(shape: tuple[int, int, int], module: ModuleType):
-    """The longer side gets 104 pixels; nothing is outside of the page; images of one value are black; of two channels
-    the first is shown."""
-    page = np.asarray(module.grid("title", torch.ones(3, *shape), ["a", "b", "c"], 2))
-    height, width = (max(1, round(side * 104 / max(shape[1:]))) for side in shape[1:])
-    assert page.shape == (44 + 2 * (12 + 16 + height), 12 + 2 * 116, 3)
-    assert (page[60 : 60 + height, 128 : 128 + width] == 0).all() and (page[-12:] == 255).all()
+def test_pictures_have_each_image_below_its_caption_in_one_scale(module: ModuleType):
+    """The longer side gets 104 pixels; nothing is outside of the page; images of one value are black. Three channels
+    are colours, of two the first is shown."""
+    for shape, (height, width) in {(1, 8, 8): (104, 104), (3, 300, 200): (104, 69), (1, 1, 50): (2, 104)}.items():
+        page = np.asarray(module.grid("title", torch.ones(3, *shape), ["a", "b", "c"], 2))
+        assert page.shape == (44 + 2 * (12 + 16 + height), 12 + 2 * 116, 3)
+        assert (page[60 : 60 + height, 128 : 128 + width] == 0).all() and (page[-12:] == 255).all()
     colours = torch.tensor([1.0, 0.0, 0.5]).view(1, 3, 1, 1).expand(1, 3, 4, 4)
     assert np.asarray(module.grid("title", colours, ["a"], 1))[100, 50].tolist() == [255, 0, 128]
     images = torch.rand(3, 2, 8, 8)
-    pages = [np.asarray(module.grid("", part, ["a", "b", "c"], columns=3)) for part in (images, images[:, :1])]
-    assert np.array_equal(*pages)
+    page = np.asarray(module.grid("title", images, ["a", "b", "c"], 2))
+    low, high = images[:, 0].aminmax()
+    expected = ((images[:, 0] - low) / (high - low) * 255).round().byte()
+    for image, (x, y) in zip(expected, [(12, 60), (128, 60), (12, 192)], strict=True):
+        assert np.array_equal(page[y + 6 : y + 104 : 13, x + 6 : x + 104 : 13, 0], image)
 
 
-NO_PICTURE = {
-    "a target below 0 is none": [torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, -100])],
-    "a class of each pixel": [torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4).long()],
-}
-
-
-@pytest.mark.parametrize("case", NO_PICTURE)
-def test_pictures_there_are_none_without_a_mistake_or_classes(case: str, module: ModuleType, tmp_path: Path, capsys):
-    torch.save(NO_PICTURE[case], tmp_path / "predictions_test_best.pt")
-    config = SimpleNamespace(out_dir=tmp_path, split="test", predictions=True)
-    fabric = SimpleNamespace(is_global_zero=True)
-    dataset = build_datasets(TrainConfig())["test"]
-    module.write_wrong(EvalRun(fabric, config, TrainConfig(), Path("best.ckpt"), {}, dataset))
-    assert capsys.readouterr().out.startswith("no wrong_test_best.png: ")
+def test_pictures_there_are_none_without_a_mistake_or_classes(module: ModuleType, tmp_path: Path, capsys):
+    """A target below 0 is none."""
+    rank_0, config = SimpleNamespace(is_global_zero=True), SimpleNamespace(out_dir=tmp_path, split="test")
+    run = EvalRun(rank_0, config, TrainConfig(), Path("best.ckpt"), {}, build_datasets(TrainConfig())["test"])
+    right, of_pixels = torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.zeros(2, 3, 4, 4)
+    for predictions in ([right, torch.tensor([1, -100])], [of_pixels, of_pixels[:, 0].long()]):
+        torch.save(predictions, tmp_path / "predictions_test_best.pt")
+        module.write_wrong(run)
+        assert capsys.readouterr().out.startswith("no wrong_test_best.png: ")
     assert [path.name for path in tmp_path.iterdir()] == ["predictions_test_best.pt"]

@@ -197,7 +197,8 @@ def end_of(text: str, code: str, pattern: Any, node: Any) -> int:
 def names_in(name: str, where: str) -> dict[str, str]:
     """The names that the variables of the points above have in a function. The points that are found once tell them,
     and by these the others are found."""
-    text = (REPO / name).read_text()
+    path = REPO / name
+    text = path.read_text() if path.exists() else ""  # else it is a file that only the copy has
     found: dict[str, str] = {}
     for _ in range(3):
         for file, scope, code in POINTS.values():

@@ -163,6 +163,14 @@ def execute(command: str, cwd: Path, code: int = 0) -> subprocess.CompletedProce
     return (run if "--devices 2" in command else call)(command, cwd, code)
 
 
+def run_in(folder: Path, *commands: str) -> Path:
+    """Executes the commands in a new folder, and returns it."""
+    folder.mkdir()
+    for command in commands:
+        execute(command, folder)
+    return folder
+
+
 def refused(command: str, cwd: Path, code: int = 1) -> str:
     """What a command says that ends with this code and leaves nothing behind."""
     error = execute(command, cwd, code).stderr
@@ -333,6 +341,12 @@ def results(program: Path, cwd: Path, options: str = "--checkpoint last --split 
     execute(f"{program}/test.py --accelerator cpu {options}", cwd)
     (path,) = run_dir(cwd).glob("test_*.json")
     return json.loads(path.read_text())["results"]
+
+
+def predictions_of(cwd: Path) -> list[torch.Tensor]:
+    """What test.py has kept by --predictions of the one run in `cwd`, at one checkpoint."""
+    (path,) = run_dir(cwd).glob("predictions_*.pt")
+    return torch.load(path, weights_only=True)
 
 
 def last_summary(cwd: Path) -> dict:
