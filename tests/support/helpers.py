@@ -22,6 +22,7 @@ import pytest
 import torch
 import zygote
 from edits import apply, copy_programs, insert_before, replace
+from lightning_utilities.core.apply_func import apply_to_collection
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "recipes"
@@ -320,6 +321,13 @@ def how_to_go_on(cwd: Path) -> str:
 
 def checkpoint(cwd: Path, name: str) -> dict:
     return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def state_of(path: Path) -> dict:
+    """What a checkpoint has of the state, its tensors as lists."""
+    found = torch.load(path, weights_only=True)
+    found.pop("checkpoint", None)
+    return apply_to_collection(found, torch.Tensor, torch.Tensor.tolist)
 
 
 def weights(cwd: Path, name: str = "train_out") -> dict[str, torch.Tensor]:
