@@ -24,6 +24,7 @@ from helpers import (
     copied,
     execute,
     flip_a_bit,
+    folders,
     imported,
     imported_train,
     interrupt,
@@ -337,8 +338,7 @@ def test_sharded_optimizer_without_state(tmp_path: Path):
     program = with_recipe("sharded", tmp_path / "program")
     replace(program, "optimizer", "torch.optim.SGD(model.parameters(), lr=plan.peak_lr)")
     command = f"{program}/{RUN} --base_lr 0.5"
-    alone, sharded = tmp_path / "alone", tmp_path / "sharded"
-    alone.mkdir(), sharded.mkdir()
+    alone, sharded = folders(tmp_path, "alone", "sharded")
     call(command, alone)
     run(f"{command} --epochs 1 {SHARDED}", sharded)
     for cwd, devices in ((copied(sharded, tmp_path), ON_1), (sharded, SHARDED)):
@@ -468,8 +468,7 @@ def test_in_shards_the_best_one_stays_and_is_evaluated(tmp_path: Path):
     program = with_recipe("sharded", tmp_path / "program")
     replace(program, "values", '{"loss": (loss := F.cross_entropy(logits, targets)), "surprise": loss}')
     command = f"{program}/{RUN} --monitor val/surprise --monitor_mode max --num_checkpoint_keep 1 --devices 2"
-    whole, shards = tmp_path / "whole", tmp_path / "shards"
-    whole.mkdir(), shards.mkdir()
+    whole, shards = folders(tmp_path, "whole", "shards")
     run(f"{command} --strategy model_parallel", whole)
     run(f"{command} {IN_SHARDS}", shards)
     assert shards_of(shards) == [8, 16]

@@ -182,6 +182,14 @@ def run_dir(cwd: Path, name: str = "train_out") -> Path:
     return found
 
 
+def folders(parent: Path, *names: str) -> list[Path]:
+    """Makes folders of these names."""
+    found = [parent / name for name in names]
+    for each in found:
+        each.mkdir()
+    return found
+
+
 def wait_for(condition, seconds: float = 300):
     """Waits until condition() is true, and returns it."""
     deadline = time.monotonic() + seconds
