@@ -37,14 +37,17 @@ from runtime.loader import SeededBatches, TrainSampler
 from utils import make_plan
 
 pytestmark = pytest.mark.recipes
-FORMATS = ["hugging_face_pictures", "hugging_face_parquet", "hugging_face_json", "hugging_face_csv", "mapped", "stream"]
+FORMATS = [
+    *(f"hugging_face_{kind}" for kind in ("pictures", "parquet", "pyarrow", "json", "csv")),
+    *("mapped", "stream"),
+]
 SIZES = {"train": 600, "val": 100, "test": 50}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """Digits in all formats but parquet, sorted by class, as a folder per class sorts them. The first two pixels of an
-    image tell its number. One of the 41 shards is empty, one is large. Blank lines are no samples."""
+    """Digits in all formats but parquet, sorted by class, as a folder per class sorts them. One of the 41 shards is
+    empty, one is large. Blank lines are no samples; files, and what is hidden, are no classes."""
     from sklearn.datasets import load_digits
 
     root, digits = tmp_path_factory.mktemp("files"), load_digits()
@@ -54,7 +57,6 @@ def files(tmp_path_factory) -> Path:
     for split, part in zip(SIZES, np.split(np.arange(750), [600, 700]), strict=True):
         part = part[digits.target[part].argsort(kind="stable")]
         images, targets = digits.images[part].astype(np.uint8)[:, None], digits.target[part]
-        images[:, 0, 0, 0], images[:, 0, 0, 1] = np.arange(len(part)) % 100, np.arange(len(part)) // 100
         np.save(folders["mapped"] / f"{split}_images.npy", images)
         np.save(folders["mapped"] / f"{split}_targets.npy", targets)
         names = [f"{split}/{target}/{i:03d}.png" for i, target in enumerate(targets)]
@@ -62,6 +64,11 @@ def files(tmp_path_factory) -> Path:
             picture = folders["hugging_face_pictures"] / name
             picture.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[0]).save(picture)
+        (picture.parents[1] / "README.txt").write_text("a file")
+        (picture.parents[1] / ".ipynb_checkpoints").mkdir()
+        for name in (".a.png", ".ipynb_checkpoints/a.png"):
+            shutil.copy(picture, picture.parents[1] / name)
+        (picture.parent / "._000.png").write_text("of macOS, no image")
         rows = [f"../hugging_face_pictures/{name},digit {name.split('/')[1]}\n" for name in names]
         (folders["hugging_face_csv"] / f"{split}.csv").write_text("image,label\n" + "".join(rows))
         pairs = zip(images.tolist(), targets.tolist(), strict=True)
@@ -76,16 +83,20 @@ def files(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def hugging_face(files: Path, datasets: Path, tmp_path_factory) -> Path:
-    """The programs with the recipe; parquet files, with the images as PNG, in two shards for the training; Hugging
-    Face's cache in a folder here."""
+    """The programs with the recipe; parquet files, with the images as PNG, in two shards for the training, and those of
+    pyarrow alone, bytes and numbers without names of the classes; Hugging Face's cache in a folder here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hugging_face")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         library = pytest.importorskip("datasets")
+        import pyarrow.parquet
+
         features = library.Features(label=library.ClassLabel(num_classes=10), image=library.Image())
         for split in SIZES:
-            images = [Image.fromarray(image[0]) for image in np.load(files / "mapped" / f"{split}_images.npy")]
-            rows = {"label": np.load(files / "mapped" / f"{split}_targets.npy").tolist(), "image": images}
+            paths = sorted((files / "hugging_face_pictures" / split).glob("[0-9]/[0-9]*.png"))
+            rows = {"image": [path.read_bytes() for path in paths], "label": [int(path.parent.name) for path in paths]}
+            pyarrow.parquet.write_table(pyarrow.table(rows), files / "hugging_face_pyarrow" / f"{split}.parquet")
+            rows["image"] = [Image.open(path) for path in paths]
             rows = library.Dataset.from_dict(rows, features=features)
             for i in range(shards := 2 if split == "train" else 1):
                 rows.shard(shards, i).to_parquet(files / "hugging_face_parquet" / f"{split}-{i}.parquet")
@@ -176,7 +187,7 @@ def test_a_worker_that_is_not_forked_gets_no_data(format):
 
 def test_with_workers_killed_in_mid_epoch_and_resumed_and_on_two_processes_it_is_the_same_run(format, tmp_path: Path):
     command = f"{format.program}/{LONG} --epochs 12 --dataset {format.name} --data_dir {format.folder}"
-    if format.kind in ("hugging_face_parquet", "hugging_face_json", "hugging_face_csv"):  # for the loop as pictures
+    if format.kind not in ("hugging_face_pictures", "mapped", "stream"):  # for the loop as pictures
         call(f"{command} --fast_run --num_workers 2", tmp_path)
         return
     whole, killed, on_2 = folders(tmp_path, "whole", "killed", "on_2")
@@ -194,38 +205,6 @@ def test_with_workers_killed_in_mid_epoch_and_resumed_and_on_two_processes_it_is
 @pytest.fixture
 def rows(hugging_face: Path) -> ModuleType:
     return imported(hugging_face, "hugging_face")
-
-
-def test_hugging_face_parquet_of_others(files: Path, rows: ModuleType, tmp_path: Path):
-    """pyarrow alone: bytes and numbers, without names of the classes."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    for split in SIZES:
-        names = sorted((files / "hugging_face_pictures" / split).glob("*/*.png"))
-        columns = {"image": [path.read_bytes() for path in names], "label": [int(path.parent.name) for path in names]}
-        parquet.write_table(pyarrow.table(columns), tmp_path / f"{split}.parquet")
-    theirs, ours = (rows.build_hugging_face(str(f), False) for f in (files / "hugging_face_parquet", tmp_path))
-    for split, size in SIZES.items():
-        assert len(ours[split]) == size and ours[split].class_names == theirs[split].class_names
-        pairs = zip(ours[split].__getitems__(range(size)), theirs[split].__getitems__(range(size)), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_hugging_face_files_and_what_is_hidden_are_no_classes(files: Path, rows: ModuleType, tmp_path: Path):
-    plain = rows.build_hugging_face(str(files / "hugging_face_pictures"), augment=False)
-    pictures = Path(shutil.copytree(files / "hugging_face_pictures", tmp_path / "pictures"))
-    for split in SIZES:
-        (pictures / split / ".DS_Store").write_text("of the Finder")
-        (pictures / split / "README.txt").write_text("a file")
-        (pictures / split / ".ipynb_checkpoints").mkdir()
-        picture = next((pictures / split / "3").iterdir())
-        for name in (".a.png", ".ipynb_checkpoints/a.png"):
-            shutil.copy(picture, pictures / split / name)
-        (pictures / split / "3" / "._000.png").write_text("of macOS, no image")
-    found = rows.build_hugging_face(str(pictures), augment=False)
-    for split in SIZES:
-        assert found[split].class_names == [str(digit) for digit in range(10)]
-        assert torch.equal(found[split].rows["label"][:], plain[split].rows["label"][:])
 
 
 def an_unseen_class(folder: Path) -> None:
@@ -274,7 +253,6 @@ def other_columns(folder: Path) -> None:
         ("json", lambda folder: (folder / "val.jsonl").unlink(), '"val"'),
         ("json", other_columns, "['json', 'csv']"),
         ("csv", other_columns, "image, class"),
-        ("csv", lambda folder: (folder / "test.csv").write_text("image,label\na.png,eel\n"), "does not have: eel"),
         ("pictures", shutil.rmtree, "[]"),
     ],
 )
@@ -290,7 +268,7 @@ def test_hugging_face_files_that_cannot_be_read_are_refused(kind, spoil, word, f
 def csv_in(folder: Path, files: Path, **names: list[str]) -> Path:
     """A folder with the first picture of each class in a csv file for each split, and a name for each."""
     folder.mkdir()
-    paths = [next((files / "hugging_face_pictures" / "train" / str(i)).iterdir()) for i in range(10)]
+    paths = [next((files / "hugging_face_pictures" / "train" / str(i)).glob("[0-9]*")) for i in range(10)]
     for split in SIZES:
         found = [f"{path},{name}\n" for path, name in zip(paths, names.get(split, names["train"]), strict=False)] * 8
         (folder / f"{split}.csv").write_text("image,label\n" + "".join(found))
@@ -303,6 +281,8 @@ def test_hugging_face_names_have_one_order_and_a_resume_and_test_py_refuse_other
     found = rows.build_hugging_face(str(first), False)
     assert [part.class_names for part in found.values()] == [["ape", "cat", "dog"]] * 3
     assert found["train"].rows["label"][:3].tolist() == [1, 0, 2] and found["val"].rows["label"][0] == 1
+    with pytest.raises(OSError, match="does not have: eel"):
+        rows.build_hugging_face(str(csv_in(cwd / "unknown", files, train=["cat", "ape"], test=["eel"])), False)
     other = csv_in(cwd / "other", files, train=["cat", "dog", "eel"], val=["cat"])
     options = f"{SMALL} --dataset hugging_face --effective_batch_size 8 --limit_train_batches 2 --max_steps 4"
     call(f"{hugging_face}/train.py {options} --data_dir {first}", cwd)
