@@ -1,5 +1,5 @@
 """Runs the scripts of pytorch/examples that recipes/ports has moved, unchanged, on small data, and prints the losses
-that test_ports.py compares with:
+that test_texts_and_ports.py compares with:
 
     git clone https://github.com/pytorch/examples && git -C examples checkout 77f55b912142e11fcfdf5b530231fb9c52f181e8
     python recipes/tests/originals.py examples/mnist --epochs 2 --log-interval 1

@@ -197,14 +197,12 @@ def end_of(text: str, code: str, pattern: Any, node: Any) -> int:
 def names_in(name: str, where: str) -> dict[str, str]:
     """The names that the variables of the points above have in a function. The points that are found once tell them,
     and by these the others are found."""
-    path = REPO / name
-    text = path.read_text() if path.exists() else ""  # else it is a file that only the copy has
     found: dict[str, str] = {}
     for _ in range(3):
         for file, scope, code in POINTS.values():
             if (file, scope) == (name, where):
                 with suppress(AssertionError):
-                    found |= place_of(text, scope, code, found).names
+                    found |= place_of((REPO / name).read_text(), scope, code, found).names
     return (names_in(name, "train") if where == "report" else {}) | found
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import zygote
 from edits import apply, copy_programs, insert_before, replace
+from lightning_utilities.core.apply_func import apply_to_collection
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "recipes"
@@ -189,6 +190,14 @@ def run_dir(cwd: Path, name: str = "train_out") -> Path:
     return found
 
 
+def folders(parent: Path, *names: str) -> list[Path]:
+    """Makes folders of these names."""
+    found = [parent / name for name in names]
+    for each in found:
+        each.mkdir()
+    return found
+
+
 def wait_for(condition, seconds: float = 300):
     """Waits until condition() is true, and returns it."""
     deadline = time.monotonic() + seconds
@@ -328,6 +337,13 @@ def how_to_go_on(cwd: Path) -> str:
 
 def checkpoint(cwd: Path, name: str) -> dict:
     return torch.load(run_dir(cwd) / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def state_of(path: Path) -> dict:
+    """What a checkpoint has of the state, its tensors as lists."""
+    found = torch.load(path, weights_only=True)
+    found.pop("checkpoint", None)
+    return apply_to_collection(found, torch.Tensor, torch.Tensor.tolist)
 
 
 def weights(cwd: Path, name: str = "train_out") -> dict[str, torch.Tensor]:
