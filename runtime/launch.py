@@ -266,7 +266,8 @@ def own_code(code: int) -> int:
 
 def is_lost_connection(error: Exception) -> bool:
     """Whether an error of a connected rank comes from the communication, by its type or by gloo's or NCCL's words."""
-    has_words = "/gloo/" in str(error) or "NCCL" in str(error)
+    words = ("/gloo/", "Application timeout", "NCCL")  # the second: another operation of gloo has waited in vain
+    has_words = any(word in str(error) for word in words)
     return dist.is_initialized() and (isinstance(error, dist.DistError) or has_words)
 
 

@@ -92,6 +92,21 @@ def test_of_one_rank_that_ends_or_hangs(rank: int, what: str, program, cwd):
         assert process.returncode == 1 and how_to_go_on(cwd) in line and last_summary(cwd)["state"] == "failed"
 
 
+TWO_WAIT = """
+first = torch.distributed.all_reduce(torch.zeros(1), async_op=True)
+__import__("time").sleep(1)
+torch.distributed.all_reduce(torch.zeros(1), async_op=True).wait()
+"""
+
+
+def test_an_operation_that_ends_with_another_one_that_has_timed_out_is_a_lost_connection(program, cwd):
+    """As those of DDP that wait side by side: gloo tells all but the first neither a place nor its own name."""
+    strikes = STRIKES.format(frozen=1, fails=0, error=TWO_WAIT.strip().replace("\n", "\n    "))
+    insert_after(program, "step is done", strikes)
+    (line,) = run(f"{program / SLOW} {ON_2} --timeout 15", cwd, 1).stderr.splitlines()
+    assert is_lost(line, timeout=15)
+
+
 # ---- one of them fails
 
 TRACEBACK = 'raise ValueError("deliberate")'
