@@ -264,8 +264,8 @@ def insert_after(program: Path, point: str | tuple[str, str, str], code: str) ->
 
 
 def with_edits(program: Path, edits: dict[str, str]) -> Path:
-    """Makes several edits of a copy of the programs. A key says what is done, and at which point: "before state", "after
-    step is done" or "replace optimizer". The value is the code."""
+    """Makes several edits of a copy of the programs. A key says what is done, and at which point, such as "before
+    state", "after step is done" or "replace optimizer". The value is the code."""
     for place, code in edits.items():
         how, _, point = place.partition(" ")
         {"before": insert_before, "after": insert_after, "replace": replace}[how](program, point, code)
