@@ -212,13 +212,6 @@ def test_a_setting_of_the_optimizer_that_has_another_name_than_its_option(tmp_pa
     assert checkpoint(cwd, "step-00000024")["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.5)
 
 
-def test_a_decay_branch_falls_from_its_first_step_on(parent, cwd):
-    fork(parent / STEP_8, cwd, "--lr_schedule cosine --warmup_epochs 2 --epochs 3")
-    call(RESUME, cwd)
-    rates = [row["lr"] for row in rows(cwd)[8:]]
-    assert rates == sorted(rates, reverse=True) and len(rates) == 4 and rates[0] == 0.004
-
-
 def test_data_of_another_size_fit_if_an_option_of_the_model_or_the_data_changes(parent, tmp_path, program, cwd):
     insert_before(program, "split", "order = order[:1400]")
     fork(parent / STEP_8, tmp_path, "--epochs 6 --base_lr 1e-3")

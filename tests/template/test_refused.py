@@ -95,9 +95,6 @@ REFUSED = [
         TRACEBACK, "KeyError: 'no such number'", options="--fast_run 4"),
     row("buffer whose elements share memory",  # each would be written several times
         {"before layers": f'self.register_buffer("mask", {MASK})'}, SHARED, options="--fast_run", code=2),
-    row("parameter whose elements share memory",
-        {"before layers": f"self.mask = nn.Parameter({MASK}, requires_grad=False)"}, TRACEBACK, SHARED,
-        options=f"{ON_2} --fast_run"),
 ]  # fmt: skip
 
 

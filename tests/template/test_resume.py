@@ -75,10 +75,6 @@ def test_killed_in_mid_epoch_and_resumed_reads_one_checkpoint_as_a_whole_and_is_
     assert_same_best(cwd, whole)
 
 
-def hang_up(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGHUP)
-
-
 THREE = "--devices 3 --strategy ddp --effective_batch_size 48"  # the order in which gradients are added counts
 
 
@@ -87,7 +83,7 @@ THREE = "--devices 3 --strategy ddp --effective_batch_size 48"  # the order in w
     [
         pytest.param("", terminate, id="sigterm"),
         pytest.param("--num_workers 2", terminate_group, id="sigterm to the group with workers"),
-        pytest.param("", hang_up, id="hangup of the terminal"),
+        pytest.param("", lambda process: process.send_signal(signal.SIGHUP), id="hangup of the terminal"),
         pytest.param(THREE, terminate_rank_1, id="3_processes_stop_together", marks=pytest.mark.night),
     ],
 )
