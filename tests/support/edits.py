@@ -262,6 +262,15 @@ def insert_after(program: Path, point: str | tuple[str, str, str], code: str) ->
     return changed(program, point, code, change)
 
 
+def with_edits(program: Path, edits: dict[str, str]) -> Path:
+    """Makes several edits of a copy of the programs. A key says what is done, and at which point, such as "before
+    state", "after step is done" or "replace optimizer". The value is the code."""
+    for place, code in edits.items():
+        how, _, point = place.partition(" ")
+        {"before": insert_before, "after": insert_after, "replace": replace}[how](program, point, code)
+    return copy_programs(program)
+
+
 def changed(program: Path, point: str | tuple[str, str, str], code: str, change: Callable) -> Path:
     name, where, pattern = POINTS[point] if isinstance(point, str) else point
     path = copy_programs(program) / name

@@ -402,9 +402,8 @@ def assert_same_weights(ours: dict, theirs: dict, atol: float) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(
-                value, theirs[name], atol=atol, rtol=0, msg=lambda text, at=name: f"{at}: {text}"
-            )
+            words = {"msg": lambda text, at=name: f"{at}: {text}"}
+            torch.testing.assert_close(value, theirs[name], atol=atol, rtol=0, equal_nan=True, **words)
         else:
             assert value == theirs[name], name
 

@@ -50,3 +50,34 @@ class HalvedMomentum(torch.optim.Optimizer):
                 momentum.copy_(0.9 * momentum + parameter.grad)
                 parameter.sub_(group["lr"] * momentum)
 '''
+
+# Lookahead (Zhang et al. 2019, arXiv:1907.08610): every third step it goes half of the way from the slow weights, which
+# it copies from the model at the beginning, to where its inner optimizer is. It has a state_dict of its own.
+LOOKAHEAD = """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner, self.state, self.defaults = inner, inner.state, inner.defaults
+        self.param_groups, self.count = inner.param_groups, 0
+        self.parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self.slow = [parameter.detach().clone() for parameter in self.parameters]
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.count += 1
+        if self.count % 3 == 0:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow, self.parameters):
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.slow, self.count = state["slow"], state["count"]
+"""
