@@ -262,15 +262,6 @@ def insert_after(program: Path, point: str | tuple[str, str, str], code: str) ->
     return changed(program, point, code, change)
 
 
-def with_edits(program: Path, edits: dict[str, str]) -> Path:
-    """Makes several edits of a copy of the programs. A key says what is done, and at which point, such as "before
-    state", "after step is done" or "replace optimizer". The value is the code."""
-    for place, code in edits.items():
-        how, _, point = place.partition(" ")
-        {"before": insert_before, "after": insert_after, "replace": replace}[how](program, point, code)
-    return copy_programs(program)
-
-
 def changed(program: Path, point: str | tuple[str, str, str], code: str, change: Callable) -> Path:
     name, where, pattern = POINTS[point] if isinstance(point, str) else point
     path = copy_programs(program) / name
@@ -297,24 +288,27 @@ def indented(code: str, line: str) -> str:
 
 
 def entries_of(table: str) -> list[list]:
-    """The entries of a table that is a text: the cells of a line at the margin, and the edits below it."""
+    """The entries of a table that is a text: the cells of a line at the margin, and below it edits for `with_edits`. An
+    edit is: before, after or replace | a point, or a file, a function and the code there | the code, which stands
+    below if it has several lines."""
     found = []
     for entry in re.split(r"\n+(?=\S)", table.strip()):
-        head, *edits = re.split(r"\n  (?=\S)", entry)
+        head, *lines = re.split(r"\n  (?=\S)", entry)
+        parts = [edit.split(" |", 2) for edit in lines]
+        edits = [(f"{how.strip()} {point.strip()}", textwrap.dedent(code).strip()) for how, point, code in parts]
         found.append([*head.split(" | "), edits])
     return found
 
 
-def with_edits(program: Path, edits: list[str]) -> Path:
-    """Makes the edits of an entry in a copy of the programs. One is: before, after or instead | an edit point, or a
-    file, a function and the code there | the code, which stands below if it has several lines."""
-    for edit in edits:
-        how, point, code = edit.split(" |", 2)
-        name = point.strip()
-        place = name if name in POINTS else tuple(name.split(", ", 2))
-        make = {"before": insert_before, "after": insert_after, "instead": replace}[how]
-        make(program, place, textwrap.dedent(code).strip())
-    return program
+def with_edits(program: Path, edits: dict[str, str] | list[tuple[str, str]]) -> Path:
+    """Makes several edits of a copy of the programs. Each is a place and the code. The place says what is done, and at
+    which point, or in which file and function at which code: "before state", "after step is done", "replace
+    data.py, collate_fn, return batch"."""
+    for place, code in edits.items() if isinstance(edits, dict) else edits:
+        how, _, point = place.partition(" ")
+        make = {"before": insert_before, "after": insert_after, "replace": replace}[how]
+        make(program, point if point in POINTS else tuple(point.split(", ", 2)), code)
+    return copy_programs(program)
 
 
 def with_text(program: Path, name: str, *pairs: tuple[str, str]) -> Path:

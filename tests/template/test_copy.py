@@ -202,7 +202,7 @@ def run_with(entries: list, program: Path) -> tuple[subprocess.CompletedProcess,
 # They fail.
 MISTAKES = r"""
 the output of softmax for F.cross_entropy | no_fact and input | F.cross_entropy gets the output of softmax, but
-  instead | forward | return self.layers(images).softmax(1)
+  replace | forward | return self.layers(images).softmax(1)
 a seed in compute_loss | random_numbers | After compute_loss, the generator of torch is where
   after | batch | torch.manual_seed(0)
 losses that are kept with their graphs | no_fact and kept | Graphs are kept from step to step
@@ -211,7 +211,7 @@ losses that are kept with their graphs | no_fact and kept | Graphs are kept from
 an average that is the model | no_fact and shared | state['model'] and state['average'] have the same parameters
   after | state | "average": model,
 a validation that reads the training set | no_fact and validated | A validation reads datasets['train']
-  instead | train.py, train, val_set = datasets["val"] | val_set = train_set
+  replace | train.py, train, val_set = datasets["val"] | val_set = train_set
 a mode that compute_loss sets | no_fact and mode | compute_loss calls `train()` or `eval()` of the model
   after | batch | model.train()
 training samples in the validation set | no_sample | of the samples of 'val' are in 'train', too
@@ -220,29 +220,29 @@ the test set of the validation | no_sample | 100.00% of the samples of 'test' ar
   before | statistics | test = val
 
 logits for F.nll_loss | no_fact and input | F.nll_loss gets what is no log-probability
-  instead | values | {"loss": F.nll_loss(logits, targets)}
+  replace | values | {"loss": F.nll_loss(logits, targets)}
 gradients that are clipped after the step | no_fact and clipped | state['optimizer'] gets a gradient of the norm
-  instead | optimizer steps |
+  replace | optimizer steps |
   after | gradients are unscaled | optimizer.step()
 a dropout that is made where it is called | no_fact and entry | A Dropout is called in training mode, and is in no
   after | batch | images = nn.Dropout(0.1)(images)
 augmentation that is reversed | no_fact and reversed | The samples of 'train' are random with augment=False, and not in
-  instead | shift | shift=0 if augment else 1
+  replace | shift | shift=0 if augment else 1
 a scheduler that the loop overrides | no_fact and overridden | The loop sets other learning rates than StepLR, which is
   after | set-up is done | scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
   after | step is done | scheduler.step()
 
 a sigmoid before a loss of logits | no_fact and input | F.binary_cross_entropy_with_logits gets the output of sigmoid
-  instead | values | {"loss": F.binary_cross_entropy_with_logits(logits.sigmoid(), F.one_hot(targets, 10).float())}
+  replace | values | {"loss": F.binary_cross_entropy_with_logits(logits.sigmoid(), F.one_hot(targets, 10).float())}
 a seed of NumPy in the dataset | random_numbers | After a fetch from the dataset, the generator of NumPy is
   after | fetch | np.random.seed(0)
 an average with a graph | no_fact and kept | `torch.no_grad()`. In a module: model.average.
   before | loop begins | model.module.average = torch.zeros(())
   after | step is done | model.module.average = model.module.average + next(model.parameters()).mean()
 targets for the metrics | no_fact and metrics | are the same, bit for bit, whatever the weights of the model are
-  instead | outputs | (targets, targets)
+  replace | outputs | (targets, targets)
 a last layer that is trained alone | no_fact and in and no and optimizer | does not change: model.layers.0.weight
-  instead | optimizer | torch.optim.AdamW(model.module.layers[-1].parameters(), lr=plan.peak_lr)
+  replace | optimizer | torch.optim.AdamW(model.module.layers[-1].parameters(), lr=plan.peak_lr)
 a target that is copied after report() | no_fact and report | After report() of step 4, these change: target.
   after | set-up is done |
     import copy
@@ -255,10 +255,10 @@ a target that is copied after report() | no_fact and report | After report() of 
     continue
 
 probabilities for F.kl_div | no_fact and input | F.kl_div gets what is no log-probability, but above 0
-  instead | values | {"loss": F.kl_div(logits.softmax(1), F.one_hot(targets, 10).float())}
+  replace | values | {"loss": F.kl_div(logits.softmax(1), F.one_hot(targets, 10).float())}
 blocks in a list | no_fact and untrained | on model.blocks[0].bias, model.blocks[0].weight, which is in no module of
   before | layers | self.blocks = [nn.Linear(10, 10)]
-  instead | forward | return self.blocks[0](self.layers(images))
+  replace | forward | return self.blocks[0](self.layers(images))
 data that are changed in place | each_validation_has | Batch 0 of validation 2 has other values than in the validation
   after | fetch |
     if not self.shift:
@@ -271,7 +271,7 @@ a second optimizer that is not in state | no_fact and outside | Adagrad steps, b
   after | optimizer steps | second.step()
 
 a penalty of the weights alone | no_fact and loss and independent | for other batches with the same weights: it does not
-  instead | values | {"loss": sum(each.square().sum() for each in model.parameters())}
+  replace | values | {"loss": sum(each.square().sum() for each in model.parameters())}
 a metric with a state of its own | each_validation_has | in metrics.seen.seen[0]
   before | build_metrics |
     class Seen(MulticlassAccuracy):
@@ -280,17 +280,17 @@ a metric with a state of its own | each_validation_has | in metrics.seen.seen[0]
             self.seen = [*self.seen, logits]
         def compute(self):
             return torch.cat(self.seen).max()
-  instead | metrics | {"accuracy": accuracy, "seen": Seen(10)}
+  replace | metrics | {"accuracy": accuracy, "seen": Seen(10)}
 the same metric, of one process | two_processes_validate | val/seen of two processes differs
 a step that is forgotten | no_fact and idle | no parameter has changed in the run
-  instead | optimizer steps |
+  replace | optimizer steps |
 
 another optimizer in state than the one that steps | no_fact and outside | SGD steps, but is not in `state`
   before | loop begins | optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 a factor that is not in state, beside a GRU | (same_bits or same_history) and here | not: No checkpoint has it
   before | layers | self.rnn = nn.GRU(8, 8, batch_first=True)
-  instead | forward | return self.layers(self.rnn(images[:, 0])[0][:, None])
+  replace | forward | return self.layers(self.rnn(images[:, 0])[0][:, None])
   before | optimizer steps | next(model.parameters()).grad.mul_(0.9 ** len(losses))
 a file that begins anew | same_files and here | losses.txt: 3 lines
   before | loop begins | losses = []
@@ -323,7 +323,7 @@ a counter of a module | same_bits and here | run does, first in step 8, micro-ba
 a flag that is no buffer | same_bits and here | No checkpoint has it, but it changes: model.has_begun, model.layers.1.
   before | layers | self.has_begun = False
   after | step is done | model.module.has_begun = True
-  instead | forward | return self.layers(images) * (1 + self.has_begun * images.mean())
+  replace | forward | return self.layers(images) * (1 + self.has_begun * images.mean())
 
 what is made anew every third step | same_bits and here | A step depends on what a resume does not restore
   before | loop begins | anchor = next(model.parameters()).detach().clone()
@@ -332,9 +332,9 @@ what is made anew every third step | same_bits and here | A step depends on what
 
 a second stream of data, of which the loss makes nothing | same_inputs and here | first: step 8, micro-batch 14:
   before | loop begins | second = torch.Generator().manual_seed(config.seed)
-  instead | train.py, train, compute_loss(model, batch, config) |
+  replace | train.py, train, compute_loss(model, batch, config) |
     compute_loss(model, batch, config, torch.rand(4, generator=second))
-  instead | train.py, , def compute_loss( |
+  replace | train.py, , def compute_loss( |
     def compute_loss(model, batch, config, further=None):
         return own_loss(model, batch, config)
     def own_loss(
@@ -344,37 +344,37 @@ a generator of the dataset | same_inputs and here | first: step 8, micro-batch 1
   after | fetch | index = index[torch.as_tensor(OWN.permutation(len(index)))]
 
 no compute_loss | same_inputs and here | train.py did not call compute_loss with the micro-batches
-  instead | config.py, TrainConfig, monitor="val/accuracy" | monitor="train/loss"
-  instead | config.py, TrainConfig, monitor_mode="max" | monitor_mode="min"
+  replace | config.py, TrainConfig, monitor="val/accuracy" | monitor="train/loss"
+  replace | config.py, TrainConfig, monitor_mode="max" | monitor_mode="min"
   before | statistics | val = val[:0]
-  instead | train.py, train, compute_loss(model, batch, config)[0] |
+  replace | train.py, train, compute_loss(model, batch, config)[0] |
     {"loss": F.cross_entropy(model(batch[0]), batch[1])}
 
 what data workers do not see | same_bits and elsewhere | compute_loss has other inputs after the resume
   after | data.py, ImageDataset, self.shift = shift | self.noise = 0.0
-  instead | data.py, ImageDataset, self.shifted[index, :, dy, dx] | self.shifted[index, :, dy, dx] + self.noise
+  replace | data.py, ImageDataset, self.shifted[index, :, dy, dx] | self.shifted[index, :, dy, dx] + self.noise
   after | step begins | train_set.noise = 0.01 * step
 
 classes in the order of a folder | same_inputs and elsewhere | an order that depends on a set or a folder
   before | target tensor line | names = __import__("os").listdir('/')
-  instead | target tensor | torch.tensor([len(names[i]) % 10 for i in targets],
+  replace | target tensor | torch.tensor([len(names[i]) % 10 for i in targets],
 
 at night, classes in the order of os.scandir | same_inputs and elsewhere | an order that depends on a set or a folder
   before | target tensor line | names = [entry.name for entry in __import__("os").scandir('/')]
-  instead | target tensor | torch.tensor([len(names[i]) % 10 for i in targets],
+  replace | target tensor | torch.tensor([len(names[i]) % 10 for i in targets],
 
 a level of each rank, restored as that of rank 0 | same_bits and ranks | differ, first:
   after | state | "level": 0.0,
-  instead | backward | fabric.backward(values["loss"] * (1 + 0.1 * state["level"]) / plan.grad_accum_steps)
+  replace | backward | fabric.backward(values["loss"] * (1 + 0.1 * state["level"]) / plan.grad_accum_steps)
   after | step is done | state["level"] = state["level"] + fabric.global_rank
 
 a gradient times the number of processes | two_processes_train | train/grad_norm of two processes differs by up to 1,
-  instead | backward | fabric.backward(fabric.world_size * values["loss"] / plan.grad_accum_steps)
+  replace | backward | fabric.backward(fabric.world_size * values["loss"] / plan.grad_accum_steps)
 samples that are not counted | two_processes_validate | is no mean of all samples: is the count
-  instead | count | 1
+  replace | count | 1
 a monitor that is not the same then | two_processes_validate | It is the `--monitor`: the best checkpoint depends on the
-  instead | config.py, TrainConfig, monitor="val/accuracy" | monitor="val/loss"
-  instead | config.py, TrainConfig, monitor_mode="max" | monitor_mode="min"
+  replace | config.py, TrainConfig, monitor="val/accuracy" | monitor="val/loss"
+  replace | config.py, TrainConfig, monitor_mode="max" | monitor_mode="min"
 a file to which each process appends | two_processes_write | steps.txt: 20 lines instead of 10
   after | step is done |
     with open(run.directory.path / "steps.txt", "a") as file:
@@ -396,10 +396,10 @@ a buffer that each forward pass changes | what_was_validated | A validation chan
 the same in training | two_processes_train | Each forward pass changes count, so it depends on the number of
   before | layers | self.register_buffer("count", __import__("torch").zeros(()))
   before | forward | self.count += 1
-  instead | forward | return self.layers(images) * (1 + self.count / 100)
+  replace | forward | return self.layers(images) * (1 + self.count / 100)
 
 a validation that is augmented | two_processes_validate | The samples of val are random: are they augmented?
-  instead | data.py, build_datasets, targets[val] | targets[val], shift=1
+  replace | data.py, build_datasets, targets[val] | targets[val], shift=1
 
 the same numbers in each batch | two_processes_validate | After compute_loss, the generator of torch is where it was
   after | batch |
@@ -413,10 +413,10 @@ a result that depends on its batch | two_processes_validate | Or it depends on h
   after | batch | images = images + images.abs().sum() / 10_000
 
 a random sum over the batch | two_processes_validate | times as much as with four other seeds
-  instead | values | {"loss": F.cross_entropy(logits, targets), "bits": (2 + torch.rand(len(targets))).sum()}
+  replace | values | {"loss": F.cross_entropy(logits, targets), "bits": (2 + torch.rand(len(targets))).sum()}
 a validation in training mode | two_processes_validate | BatchNorm, which is in training mode there.
   before | first layer | nn.BatchNorm2d(1),
-  instead | train.py, validate, model.eval() |
+  replace | train.py, validate, model.eval() |
 
 weights that rank 0 alone changes for a validation | two_processes_validate | is kept on rank 0 alone
   before | validation | model.module.layers[0].weight.data *= 0.5 if fabric.is_global_zero else 1
@@ -437,25 +437,25 @@ a scheduler without a step | may_be | state['scheduler'] has made no step
   after | set-up is done | scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
   after | state | "scheduler": scheduler,
 rates of groups that are lost | may_be | an optimizer was built with the rates
-  instead | optimizer | torch.optim.AdamW([{"params": [p], "lr": p.ndim * plan.peak_lr} for p in model.parameters()])
-  instead | learning rate | [group.update(lr=plan.peak_lr) for group in optimizer.param_groups]
+  replace | optimizer | torch.optim.AdamW([{"params": [p], "lr": p.ndim * plan.peak_lr} for p in model.parameters()])
+  replace | learning rate | [group.update(lr=plan.peak_lr) for group in optimizer.param_groups]
 a model in half precision | may_be | the output of model.layers.0 is of torch.bfloat16, with --precision 32
-  instead | logits |
+  replace | logits |
     with torch.autocast("cpu", torch.bfloat16):
             logits = model(images)
 a metric in half precision | may_be | metrics.hinge.measures is of torch.float16, with --precision 32-true
   before | metrics | hinge = __import__("torchmetrics").classification.MulticlassHingeLoss(10).set_dtype(torch.float16)
-  instead | metrics | {"accuracy": accuracy, "hinge": hinge}
+  replace | metrics | {"accuracy": accuracy, "hinge": hinge}
 an order of the first samples | may_be | 'train' is the same in every epoch, an epoch draws 50% of the samples
   before | length of data |
     def order(self, epoch, generator):
         return torch.arange(len(self)) // 2
 equal batches | may_be | are the same, bit for bit, in all steps, train/one is the same in all steps
   before | statistics | train = train[:1].repeat(64)
-  instead | shift | shift=0
-  instead | values | {"loss": F.cross_entropy(logits, targets), "one": 1.0}
+  replace | shift | shift=0
+  replace | values | {"loss": F.cross_entropy(logits, targets), "one": 1.0}
 a validation that is augmented | may_be | the samples of 'val' are random with augment=False, too
-  instead | data.py, build_datasets, targets[val] | targets[val], shift=1
+  replace | data.py, build_datasets, targets[val] | targets[val], shift=1
 an option that nobody reads | may_be | no code reads --unread
   before | options | unread: float = non_negative(0.1)  # Of nothing
 
@@ -465,7 +465,7 @@ an average with the first buffers | may_be | state['average'] changes, but not i
   after | state | "average": average,
   after | step is done | torch._foreach_lerp_([*average.parameters()], [*model.parameters()], 0.1)
 dropout in a validation | may_be | Dropout is in training mode in a validation
-  instead | train.py, validate, model.eval() |
+  replace | train.py, validate, model.eval() |
 a backward with the wrong sign | may_be | the backward of Doubled is not the derivative of its forward
   before | build_metrics |
     class Doubled(torch.autograd.Function):
@@ -475,12 +475,12 @@ a backward with the wrong sign | may_be | the backward of Doubled is not the der
         @staticmethod
         def backward(ctx, gradient):
             return -2 * gradient
-  instead | values | {"loss": F.cross_entropy(Doubled.apply(logits), targets)}
+  replace | values | {"loss": F.cross_entropy(Doubled.apply(logits), targets)}
 a sample in two sets | no_sample_of_a_validation | 0.50% of the samples of 'val' are in 'train', too
   before | statistics | val = np.concatenate([val, train[:1]])
 
 a score near 0 | two_processes_train or two_processes_validate | val/score within
-  instead | values | {"loss": (loss := F.cross_entropy(logits, targets)), "score": 1 - loss.detach() / 2.303, **others}
+  replace | values | {"loss": (loss := F.cross_entropy(logits, targets)), "score": 1 - loss.detach() / 2.303, **others}
 a random result that is a mean | two_processes_validate | val/bits as far as
 another seed that is near by chance | two_processes_validate | val/near as far as
   after | batch |
@@ -488,26 +488,26 @@ another seed that is near by chance | two_processes_validate | val/near as far a
     near = {0: 1.0, 27: 1.0, 54: 1.0, 1: 1.00001, 28: 1.00001, 55: 1.00001}.get(number, float(number % 7))
     others = {"bits": torch.rand(len(targets)).mean(), "near": near}
 a random accuracy | two_processes_validate | beware: val/accuracy depends on random numbers
-  instead | outputs | (logits + torch.rand_like(logits), targets)
+  replace | outputs | (logits + torch.rand_like(logits), targets)
 
 a list that compute_loss fills | two_processes_get | 2 processes: same inputs
-  instead | train.py, , def compute_loss( |
+  replace | train.py, , def compute_loss( |
     def compute_loss(model, batch, config, seen=None):
         if seen is not None:
             seen.append(len(batch[0]))
         return own_loss(model, batch, config)
     def own_loss(
   after | learning rate | seen = []
-  instead | train.py, train, compute_loss(model, batch, config) | compute_loss(model, batch, config, seen)
+  replace | train.py, train, compute_loss(model, batch, config) | compute_loss(model, batch, config, seen)
 samples that are left out | finished_run | samples, 'test' has 380
-  instead | data.py, collate_fn, return batch | return batch[0][1:], batch[1][1:]
+  replace | data.py, collate_fn, return batch | return batch[0][1:], batch[1][1:]
 a list in a file | same_files and here | same files
   after | step is done | torch.save([step], run.directory.path / f"{step}.pt")
 
 no test set | evaluated | not tried: test.py, where 'test' has no samples
   before | statistics | test = test[:0]
 a result that is NaN | what_was_validated or two_processes | NaN in val/nothing of
-  instead | values | {"loss": F.cross_entropy(logits, targets), "nothing": math.nan}
+  replace | values | {"loss": F.cross_entropy(logits, targets), "nothing": math.nan}
 """
 
 

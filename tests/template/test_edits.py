@@ -43,42 +43,42 @@ def rows(table: str) -> list:
 # What | with which options | the exit code | the words of the line.
 REFUSED = """
 a validation set of fewer samples than processes | two | 2 | --devices; 1 samples are too few
-  instead | length | return 1 if len(self.targets) == 200 else len(self.targets)
+  replace | length | return 1 if len(self.targets) == 200 else len(self.targets)
 data without their directory | alone | 2 | build_datasets: ; /train.pt
   before | digits | open(f"{config.data_dir}/train.pt")
 a training set without samples | alone | 2 | --effective_batch_size 64; only 0 training samples
-  instead | data.py, build_datasets, ImageDataset(images[train], ...) | []
+  replace | data.py, build_datasets, ImageDataset(images[train], ...) | []
 a validation set without samples | alone | 2 | --monitor val/accuracy: choose from train/loss, train/grad_norm; samples
-  instead | data.py, build_datasets, ImageDataset(images[val], ...) | []
+  replace | data.py, build_datasets, ImageDataset(images[val], ...) | []
 a stream, whose samples have no numbers to resume from | alone | 2 | build_datasets: 'train' is an IterableDataset
-  instead | data.py, build_datasets, ImageDataset(images[train], ...) | torch.utils.data.ChainDataset([])
+  replace | data.py, build_datasets, ImageDataset(images[train], ...) | torch.utils.data.ChainDataset([])
 a batch that is a frozen dataclass, which mixed precision cannot cast | --precision bf16-mixed | 1 | frozen dataclass
   before | data.py, , class ImageDataset(Dataset): ... |
     Batch = __import__("dataclasses").make_dataclass("Batch", ["images", "targets"], frozen=True)
-  instead | data.py, collate_fn, return batch | return Batch(*batch)
-  instead | batch | targets = batch.targets
-  instead | logits | logits = model(batch)
-  instead | forward | return self.layers(images.images)
+  replace | data.py, collate_fn, return batch | return Batch(*batch)
+  replace | batch | targets = batch.targets
+  replace | logits | logits = model(batch)
+  replace | forward | return self.layers(images.images)
 a build_model that returns nothing | alone, two | 1 | build_model: gives a NoneType, not an nn.Module
-  instead | model | Model(
+  replace | model | Model(
 a build_model that returns nothing to be compiled | --compile | 1 | build_model: gives a function, not an nn.Module
-  instead | model | Model(
+  replace | model | Model(
 a model in evaluation mode | alone, two, unvalidated | 1 | build_model: ; evaluation mode; model.train()
   before | set up model | model.eval()
 values that are no dict | alone, unvalidated | 1 | compute_loss: ; dict; `loss`; not a Tensor
-  instead | values | F.cross_entropy(logits, targets)
+  replace | values | F.cross_entropy(logits, targets)
 a value of several numbers | alone, unvalidated | 1 | compute_loss: `each` ; but tensor([[
-  instead | values | {"loss": F.cross_entropy(logits, targets), "each": logits[:4]}
+  replace | values | {"loss": F.cross_entropy(logits, targets), "each": logits[:4]}
 a value that is text | alone, unvalidated | 1 | compute_loss: `name` ; but 'text'
-  instead | values | {"loss": F.cross_entropy(logits, targets), "name": "text"}
+  replace | values | {"loss": F.cross_entropy(logits, targets), "name": "text"}
 a value of a name that train.py logs | alone, unvalidated | 1 | compute_loss: `grad_norm`
-  instead | values | {"loss": F.cross_entropy(logits, targets), "grad_norm": 1.0}
+  replace | values | {"loss": F.cross_entropy(logits, targets), "grad_norm": 1.0}
 a loss that is not finite | alone, unvalidated | 1 | compute_loss: `loss` is inf in the first step
-  instead | values | {"loss": F.cross_entropy(logits, targets) / 0}
+  replace | values | {"loss": F.cross_entropy(logits, targets) / 0}
 a loss that is not finite on one rank | two unvalidated | 1 | compute_loss: `loss` is inf in the first step
-  instead | values | {"loss": F.cross_entropy(logits, targets) / (__import__("os").environ.get("LOCAL_RANK") != "1")}
+  replace | values | {"loss": F.cross_entropy(logits, targets) / (__import__("os").environ.get("LOCAL_RANK") != "1")}
 a metric of the name of a value, which would be the monitor | alone, two | 1 | compute_loss and build_metrics; 'loss'
-  instead | metrics | {"accuracy": accuracy, "loss": MulticlassAccuracy(10)}
+  replace | metrics | {"accuracy": accuracy, "loss": MulticlassAccuracy(10)}
 """
 
 
@@ -97,15 +97,15 @@ def test_a_mistake_is_told_in_one_line_and_leaves_nothing_behind(
 # What | with which options | the line of code | the last line.
 TRACEBACK = """
 images of another shape | alone | ImageDataset( | ValueError: images: expected (samples, channels, height, width), not
-  instead | training images | ImageDataset(images[train][:, 0]
+  replace | training images | ImageDataset(images[train][:, 0]
 no training set | alone | train_set = datasets["train"] | KeyError: 'train'
-  instead | data.py, build_datasets, "train": ... |
+  replace | data.py, build_datasets, "train": ... |
 no validation set | alone | val_set = datasets["val"] | KeyError: 'val'
-  instead | data.py, build_datasets, "val": ... |
+  replace | data.py, build_datasets, "val": ... |
 no datasets | alone | result.items() | AttributeError: 'NoneType' object has no attribute 'items'
-  instead | data.py, build_datasets, return ... | return
+  replace | data.py, build_datasets, return ... | return
 a dataset without a length | alone | len(each) | TypeError: object of type 'tuple_iterator' has no len()
-  instead | data.py, build_datasets, ImageDataset(images[train], ...) | iter(())
+  replace | data.py, build_datasets, ImageDataset(images[train], ...) | iter(())
 out of memory in build_datasets | alone | raise MemoryError | out of memory
   before | digits | raise MemoryError
 a missing file of a sample | alone, --num_workers 1, two | open('labels.csv') | FileNotFoundError: [Errno 2]
@@ -113,17 +113,17 @@ a missing file of a sample | alone, --num_workers 1, two | open('labels.csv') | 
 out of memory in a sample | alone, --num_workers 1, two | raise MemoryError | out of memory: try a smaller --micro
   before | fetch | raise MemoryError
 a name that is not there | alone | return Model( | AttributeError: 'ImageDataset' object has no attribute 'num_classes'
-  instead | num_classes | self.classes = num_classes
+  replace | num_classes | self.classes = num_classes
 a last layer of another size | alone, two, unvalidated | return self.layers(images) | RuntimeError: mat1 and mat2 shapes
-  instead | last layer | nn.Linear(3 * width, num_classes)
+  replace | last layer | nn.Linear(3 * width, num_classes)
 a class that the model does not have | alone, unvalidated | F.cross_entropy(logits, targets) | IndexError: Target
-  instead | target tensor | 5 + torch.tensor(targets,
+  replace | target tensor | 5 + torch.tensor(targets,
 a compute_loss that returns a tensor | alone | compute_loss(model, batch, config) | TypeError: iteration over a 0-d
-  instead | logits | return F.cross_entropy(model(images), targets)
+  replace | logits | return F.cross_entropy(model(images), targets)
 a compute_loss that returns nothing | alone, unvalidated | compute_loss(model, batch, config) | TypeError:
-  instead | logits | return None
+  replace | logits | return None
 outputs that no metric takes | alone | metrics.update(*outputs) | TypeError: MulticlassStatScores.update() missing
-  instead | outputs | (targets,)
+  replace | outputs | (targets,)
 a mistake in a backward pass | alone, unvalidated, --micro_batch_size 16 | fabric.backward( | ZeroDivisionError: in the
   before | functions |
     class FailsBackward(torch.autograd.Function):
@@ -133,11 +133,11 @@ a mistake in a backward pass | alone, unvalidated, --micro_batch_size 16 | fabri
         @staticmethod
         def backward(context, gradient):
             raise ZeroDivisionError("in the backward pass")
-  instead | values | {"loss": FailsBackward.apply(F.cross_entropy(logits, targets))}
+  replace | values | {"loss": FailsBackward.apply(F.cross_entropy(logits, targets))}
 no loss | alone, unvalidated | fabric.backward( | KeyError: 'loss'
-  instead | values | {"nll": F.cross_entropy(logits, targets), "z": 1.0}
+  replace | values | {"nll": F.cross_entropy(logits, targets), "z": 1.0}
 a loss without a graph | alone, unvalidated | fabric.backward( | RuntimeError: element 0 of tensors does not require
-  instead | values | {"loss": F.cross_entropy(logits, targets).detach()}
+  replace | values | {"loss": F.cross_entropy(logits, targets).detach()}
 a model that is wholly frozen | alone, two | fabric.backward( | RuntimeError: element 0 of tensors does not require grad
   before | set up model | model.requires_grad_(False)
 """
@@ -183,9 +183,9 @@ def test_a_mistake_changes_nothing_of_a_run_that_is_resumed(point, code, finishe
 
 RIGHT = """
 a validation that leaves the model in evaluation mode | alone | in evaluation mode: model, layers, layers.0 and others
-  instead | train.py, validate, module.train(is_training) | pass
+  replace | train.py, validate, module.train(is_training) | pass
 a validation with gradients, as for an attack | alone | finished after 20 of 20
-  instead | train.py, validate, torch.no_grad() | torch.enable_grad()
+  replace | train.py, validate, torch.no_grad() | torch.enable_grad()
   after | logits | torch.autograd.grad(logits.sum(), [*model.parameters()], retain_graph=True)
 a further model that is frozen, which DDP refuses | two | finished after 20 of 20
   before | set up model |
