@@ -284,7 +284,7 @@ def load(dataset: Dataset, num_workers=0, epochs=(0,), world_size=1, seed=42) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_randomness_is_a_function_of_seed_and_micro_batch(kind: str):
+def test_randomness_is_a_function_of_seed_and_micro_batch_and_so_is_a_generator_of_its_own(kind: str):
     """However the samples are loaded, the same; in another epoch and with another seed, another."""
     torch.manual_seed(3)
     dataset = KINDS[kind]()
