@@ -204,7 +204,7 @@ MISTAKES = {
     "--optim.decay.factor -0.1": "--optim.decay.factor -0.1 least",
     "--config_path bad.yaml": "--config_path bad.yaml --optim.speed",
     "--rate 0": "--rate 0.0 above 0",
-    "--rate inf": "--rate inf",
+    "--rate inf": "--rate inf above 0",
     "--strength -0.1": "--strength -0.1 least 0",
     "--strength 1": "--strength 1.0 below 1",
     "--counts 1 0 2": "--counts [1, 0, above 0",
