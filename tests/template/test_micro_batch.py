@@ -5,17 +5,18 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from edits import insert_after, insert_before
-from helpers import ON_2, SMALL, TOOLS, children, clean_environment, run, start, wait_for
+from helpers import ON_2, SMALL, TOOLS, children, run, start, wait_for
+from mistakes import refuses
 
 pytestmark = pytest.mark.recipes
 FIND = "tools/micro_batch.py --accelerator cpu --width 4"
-OUT_OF_MEMORY = 'raise torch.OutOfMemoryError("CUDA out of memory")'
+OUT = 'raise torch.OutOfMemoryError("CUDA out of memory")'
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.fixture
@@ -26,18 +27,9 @@ def program(program: Path) -> Path:
     return program
 
 
-def failing_above(size: int, code: str, program: Path) -> Path:
-    """The program fails so in a training step with a larger micro-batch."""
-    return insert_after(program, "batch", f"if model.training and len(targets) > {size}:\n    {code}")
-
-
-def tried(printed: str) -> dict[int, str]:
-    """The result of each size that was tried, in their order."""
-    return {int(size): result for size, result in re.findall(r"^micro_batch_size (\d+): (.+)$", printed, re.MULTILINE)}
-
-
-def last_line(printed: str) -> str:
-    return printed.splitlines()[-1]
+def tried(printed: str) -> list[tuple]:
+    """Each size that was tried, and the result, in their order."""
+    return re.findall(r"^micro_batch_size (\d+): (.+)$", printed, re.MULTILINE)
 
 
 @pytest.mark.night
@@ -47,51 +39,43 @@ def test_the_largest_that_fits_into_a_limit_of_memory_is_found(program: Path, cw
     insert_after(program, "batch", room)
     insert_before(program, "run is finished", 'print([line for line in open("/proc/self/status") if "VmPeak" in line])')
     options = "--accelerator cpu --width 4 --effective_batch_size 64"
-    environment = clean_environment()
-    one = [sys.executable, program / "train.py", *options.split(), "--fast_run", "--micro_batch_size", "1"]
-    printed = subprocess.run(one, cwd=cwd, env=environment, capture_output=True, text=True, check=True).stdout
-    limit = int(re.search(r"VmPeak:\\t +(\d+) kB", printed)[1]) + 19 * 2**16
-    found = subprocess.run(
-        ["bash", "-c", f"ulimit -v {limit}; exec {sys.executable} {program}/tools/micro_batch.py {options}"],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0 and not found.stderr, found.stderr
-    assert tried(found.stdout) == {8: "fits", 32: "out of memory", 16: "fits"}
-    assert last_line(found.stdout) == f"next: python train.py {options} --micro_batch_size 16"
+    one = run(f"{program}/train.py {options} --fast_run --micro_batch_size 1", cwd, REAL="1").stdout  # not a fork
+    limit = int(re.search(r"VmPeak:\\t +(\d+) kB", one)[1]) + 19 * 2**16
+    (program / "find.sh").write_text(f"ulimit -v {limit}\n{sys.executable} {program}/tools/micro_batch.py {options}\n")
+    found = run(f"{program}/find.sh", cwd)
+    assert tried(found.stdout) == [("8", "fits"), ("32", "out of memory"), ("16", "fits")] and not found.stderr
+    assert found.stdout.splitlines()[-1] == f"next: python train.py {options} --micro_batch_size 16"
     assert not [*cwd.iterdir()]
 
 
-@pytest.mark.night
-def test_on_two_devices_the_size_is_that_of_each(program: Path, cwd: Path):
-    """One of them is out of memory. The command that is told runs."""
-    failing_above(3, f"if int(os.environ.get('LOCAL_RANK', 0)) == 1: {OUT_OF_MEMORY}", program)
-    found = run(f"{program}/{FIND} --effective_batch_size 24 {ON_2}", cwd)
-    assert tried(found.stdout) == {4: "out of memory", 2: "fits", 3: "fits"}
-    command = last_line(found.stdout).removeprefix("next: python ")
-    assert command.endswith(f"--effective_batch_size 24 {ON_2} --micro_batch_size 3")
-    assert not [*cwd.iterdir()]
-    assert "3 micro_batch_size x 4 grad_accum_steps" in run(f"{program}/{command} --fast_run", cwd).stdout
-
-
-@pytest.mark.night
-def test_where_nothing_fits_it_says_so(program: Path, cwd: Path):
-    failing_above(0, OUT_OF_MEMORY, program)
-    found = run(f"{program}/{FIND} --effective_batch_size 2", cwd, code=1)
-    assert tried(found.stdout) == {2: "out of memory", 1: "out of memory"}
-    assert found.stderr == "micro_batch.py: error: not even --micro_batch_size 1 fits\n"
-
-
-@pytest.mark.parametrize("point", ["batch", pytest.param("step is done", marks=pytest.mark.night)])
-def test_a_rehearsal_that_is_killed_does_not_fit_and_is_removed(point: str, program: Path, cwd: Path):
-    """As Linux kills where the machine is out of memory. Its folder is empty at first. Others stay."""
-    condition = "len(targets) > 1 and model.training" if point == "batch" else "plan.micro_batch_size > 1"
-    insert_after(program, point, f"if {condition}:\n    os.kill(os.getpid(), signal.SIGKILL)")
+@pytest.mark.parametrize(
+    "point, condition, code, options, expected, best",
+    [
+        pytest.param("batch", "model.training and len(targets) > 1", KILL, "--effective_batch_size 2",
+                     ["2: killed", "1: fits"], 1, id="killed while its folder is empty"),
+        pytest.param("step is done", "plan.micro_batch_size > 1", KILL, "--effective_batch_size 2",
+                     ["2: killed", "1: fits"], 1, id="killed", marks=pytest.mark.night),
+        pytest.param("batch", "model.training and len(targets) > 3 and os.environ.get('LOCAL_RANK') == '1'", OUT,
+                     f"--effective_batch_size 24 {ON_2}", ["4: out of memory", "2: fits", "3: fits"], 3,
+                     id="one of two devices", marks=pytest.mark.night),
+        pytest.param("batch", "model.training", OUT, "--effective_batch_size 2",
+                     ["2: out of memory", "1: out of memory"], None, id="none fits", marks=pytest.mark.night),
+    ],
+)  # fmt: skip
+def test_what_is_out_of_memory_or_killed_does_not_fit(point, condition, code, options, expected, best, program, cwd):
+    """As Linux kills where the machine is out of memory. The folder of a rehearsal is removed, others stay. The size is
+    that of each device, and the command that is told runs."""
+    insert_after(program, point, f"if {condition}:\n    {code}")
     (cwd / "runs" / ".fast_run-another" / "run").mkdir(parents=True)
-    found = run(f"{program}/{FIND} --root_dir runs --effective_batch_size 2", cwd)
-    assert tried(found.stdout) == {2: "killed", 1: "fits"}
+    found = run(f"{program}/{FIND} --root_dir runs {options}", cwd, code=0 if best else 1)
+    assert [": ".join(each) for each in tried(found.stdout)] == expected
+    if best:
+        command = found.stdout.splitlines()[-1].removeprefix("next: python ")
+        assert command.endswith(f"{options} --micro_batch_size {best}")
+        if ON_2 in options:
+            assert "3 micro_batch_size x 4 grad_accum_steps" in run(f"{program}/{command} --fast_run", cwd).stdout
+    else:
+        assert found.stderr == "micro_batch.py: error: not even --micro_batch_size 1 fits\n"
     assert [path.name for path in (cwd / "runs").iterdir()] == [".fast_run-another"]
 
 
@@ -117,25 +101,20 @@ def test_the_folder_of_a_rehearsal_that_goes_on_is_not_removed(program: Path, cw
     [
         ("raise cli.ConfigError('--width 4: too narrow')", "train.py: error: --width 4: too narrow", 2),
         pytest.param("raise ValueError('wrong shape')", "ValueError: wrong shape", 1, marks=pytest.mark.night),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGBUS)",
-            "micro_batch.py: error: .+ ended with exit code -7",
-            1,
-            marks=pytest.mark.night,
-        ),
+        pytest.param("os.kill(os.getpid(), signal.SIGBUS)", ".+ exit code -7", 1, marks=pytest.mark.night),
     ],
 )
 def test_another_failure_is_told_as_it_is(code: str, message: str, exit_code: int, program: Path, cwd: Path):
-    failing_above(1, code, program)
+    insert_after(program, "batch", f"if model.training and len(targets) > 1:\n    {code}")
     found = run(f"{program}/{FIND} --effective_batch_size 2", cwd, code=exit_code)
     assert re.search(f"^{message}$", found.stderr, re.MULTILINE) and not found.stdout
     words = "--accelerator cpu --width 4 --effective_batch_size 2 --micro_batch_size=2 --fast_run=4"
-    assert re.search(rf"^micro_batch.py: error: .+/train.py {words} ended with", last_line(found.stderr))
+    assert re.search(rf"^micro_batch.py: error: .+/train.py {words} ended with", found.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.night)])
 def test_a_signal_ends_it_and_the_rehearsal(number: int, program: Path, cwd: Path):
-    failing_above(0, "Path('begun').touch(); time.sleep(300)", program)
+    insert_after(program, "batch", "if model.training:\n    Path('begun').touch(); time.sleep(300)")
     process = start(f"{program}/{FIND} --root_dir runs --effective_batch_size 2", cwd)
     try:
         wait_for((cwd / "begun").exists)
@@ -150,22 +129,24 @@ def test_a_signal_ends_it_and_the_rehearsal(number: int, program: Path, cwd: Pat
 
 
 @pytest.mark.parametrize(
-    "options, message, env",
+    "options, names",
     [
-        ("--micro_batch_size 4", "--micro_batch_size: is given to train.py by this script", {}),
-        ("--fast_run", "--fast_run: is given to train.py by this script", {}),
-        ("--resume auto", "--fast_run: rehearses a new run, so it does not go with --resume", {}),
-        ("--epohcs 4", "unknown option --epohcs; did you mean --epochs?", {}),
-        ("--num_nodes 2", "run it on one machine, by python alone", {}),
-        ("--devices 2", "run it on one machine, by python alone", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}),
-        ("--devices 3 --strategy ddp", "--effective_batch_size 64: is not a multiple of 3 device(s)", {}),
-        ("--precision 16-mixed", "--accelerator cpu --precision 16-mixed: 16-mixed needs a CUDA GPU", {}),
+        ("--micro_batch_size 4", "--micro_batch_size:"),
+        ("--fast_run", "--fast_run:"),
+        ("--resume auto", "--fast_run: --resume"),
+        ("--epohcs 4", "--epohcs --epochs?"),
+        ("--num_nodes 2", "one machine"),
+        ("WORLD_SIZE", "one machine"),
+        ("--devices 3 --strategy ddp", "--effective_batch_size 64: 3"),
+        ("--precision 16-mixed", "--precision 16-mixed"),
     ],
 )
-def test_a_mistake_in_the_options_is_one_line(options: str, message: str, env: dict, cwd: Path):
-    error = run(f"{FIND} {options}", cwd, code=2, **env).stderr
-    assert error.startswith(f"micro_batch.py: error: {message}") and error.count("\n") == 1
-    assert not [*cwd.iterdir()]
+def test_a_mistake_in_the_options_is_one_line(options: str, names: str, cwd: Path, monkeypatch):
+    if options == "WORLD_SIZE":
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        options = "--devices 2"
+    refuses(f"{FIND} {options}", cwd, *names.split(), how=run)
 
 
 def test_the_help_has_the_command(cwd: Path):

@@ -1,5 +1,5 @@
-"""The arithmetic on options: batches, steps, intervals, the learning rate. And the schedulers of torch, as
-docs/training.md adds them, go on after a resume as if nothing had happened."""
+"""The arithmetic on options: batches, steps, intervals, the learning rate, the best value. And the schedulers of torch,
+as docs/training.md adds them, go on after a resume as if nothing had happened."""
 
 import math
 import re
@@ -12,7 +12,8 @@ from helpers import LONG, checkpoint, diffs, edited, history, killed_and_resumed
 
 from config import TrainConfig
 from runtime.errors import ConfigError
-from utils import Plan, limit, make_plan, scale_lr
+from train import schedule
+from utils import Plan, limit, make_plan, scale_lr, update_best
 
 
 def plan_of(world_size: int = 1, saved: int = 0, train_samples: int = 1217, **options) -> Plan:
@@ -51,13 +52,13 @@ INTERVALS = ("log_interval", "val_interval", "save_interval")
         ({"epochs": 0.01, "warmup_epochs": 0.0}, {"total_steps": 1, "warmup_steps": 0, "log_interval": 19}),
         ({"epochs": 2.5, "limit_train_batches": 4}, {"total_steps": 10, **dict.fromkeys(INTERVALS, 4)}),
         ({"log_per_epoch": 2, "val_frequency": 0.5, "checkpoint_frequency": 3},
-         dict(zip(INTERVALS, (9.5, 9.5, 57), strict=True))),
+         {"log_interval": 9.5, "val_interval": 9.5, "save_interval": 57}),
         ({"log_interval": 3, "val_interval": 4, "checkpoint_interval": 5},
-         dict(zip(INTERVALS, (3, 4, 5), strict=True))),
+         {"log_interval": 3, "val_interval": 4, "save_interval": 5}),
         ({"checkpoint_frequency": 0.0}, {"val_interval": 19, "save_interval": math.inf}),
         ({"warmup_epochs": 0.5, "limit_train_batches": 5}, {"warmup_steps": 2.5}),
         ({"warmup_epochs": 20.0}, {"warmup_steps": 380}),
-        ({"warmup_epochs": 30.0, "fast_run": 4}, {"warmup_steps": 570}),
+        ({"warmup_epochs": 30.0, "fast_run": 4}, {"warmup_steps": 570, "total_steps": 4}),
         # The rest of an epoch is its last step; a limit leaves it out, and a fast run rehearses it.
         ({"drop_last": False}, {"steps_per_epoch": 20, "last_batch_size": 1}),
         ({"drop_last": False, "effective_batch_size": 100}, {"steps_per_epoch": 13, "last_batch_size": 17}),
@@ -67,8 +68,10 @@ INTERVALS = ("log_interval", "val_interval", "save_interval")
         ({"drop_last": False, "limit_train_batches": 2, "fast_run": 4}, {"steps_per_epoch": 2, "last_batch_size": 1}),
         ({"drop_last": False, "micro_batch_size": 32, "train_samples": 1216}, {"last_batch_size": 64}),
         ({"effective_batch_size": 64, "train_samples": 64}, {"steps_per_epoch": 1}),
-        *(({"world_size": n, "limit_val_batches": limited}, {"val_samples": samples}) for n in (1, 2, 4)
-          for limited, samples in ((2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0))),
+        ({"early_stopping_patience": 3}, {"patience": 3}),
+        ({"early_stopping_patience": 3, "fast_run": 4}, {"patience": math.inf}),
+        *(({"world_size": n, "limit_val_batches": limited}, {"val_samples": samples, "patience": math.inf})
+          for n in (1, 2, 4) for limited, samples in ((2, 128), (4, 200), (0.5, 128), (1.0, 200), (0, 0))),
     ],
 )  # fmt: skip
 def test_what_the_options_become(options: dict, expected: dict):
@@ -80,126 +83,130 @@ def test_what_the_options_become(options: dict, expected: dict):
     assert told.endswith(f" {last} samples" if last < plan.effective_batch_size else " steps")
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"warmup_epochs": 30.0}, "--warmup_epochs 30: .*570 .*380"),
-        ({"warmup_epochs": 30.0, "max_steps": 380, "epochs": 100.0}, "--warmup_epochs 30: .*570 .*380"),
-        ({"warmup_epochs": 1.5, "epochs": 1.0}, "--warmup_epochs 1.5: .*28.5 .*19"),
-        ({"drop_last": False, "micro_batch_size": 32}, r"--drop_last False: .* 1 sample\(s\) for 2 "),
-        ({"train_samples": 64, "effective_batch_size": 65}, "--effective_batch_size 65: .*64"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(options: dict, words: str):
-    """Such as a warm-up after which the learning rate never arrives."""
-    with pytest.raises(ConfigError, match=f"^{words}"):
-        plan_of(**options)
-
-
-def test_what_is_due_after_a_step():
-    """A step that validates also logs; after the last one, all is due."""
-    plan = plan_of(max_steps=10, warmup_epochs=0.0, checkpoint_interval=4, val_interval=3, log_interval=2)
-    due = {step: " ".join(plan.due(step)) for step in range(1, 11)}
-    rest = {3: "validate log", 6: "validate log", 9: "validate log", 10: "save validate log"}
-    assert due == dict.fromkeys((1, 5, 7), "") | {2: "log", 4: "save log", 8: "save log"} | rest
-    assert [step for step in due if plan.logs(step)] == [step for step in due if "log" in due[step]]
-
-
 def due(interval: float, last: int, plan: Plan | None = None) -> list[int]:
     plan = plan or plan_of(max_steps=10**9)
     return [step for step in range(1, last + 1) if plan.is_due(step, interval)]
 
 
 def test_how_often_a_step_is_due():
-    """So many times in each epoch, and at its end; at most once a step; at the last step whatever the interval."""
+    """So many times in each epoch, and at its end; at most once a step; at the last step whatever the interval. A step
+    that validates also logs."""
     for steps_per_epoch in (4, 19, 22, 100, 937):
         for times in (1, 2, 3, 4):
             found = due(steps_per_epoch / times, 30 * steps_per_epoch)
             assert len(found) == 30 * times
             assert found[times - 1 :: times] == [steps_per_epoch * (epoch + 1) for epoch in range(30)]
     steps = due(0.1 * 22, 22000)  # 0.1 of 22 steps: exactly ten per epoch
-    assert all(
-        sum(epoch * 22 < step <= epoch * 22 + 22 for step in steps[epoch * 10 :][:10]) == 10 for epoch in range(1000)
-    )
+    for epoch in range(1000):
+        assert sum(epoch * 22 < step <= epoch * 22 + 22 for step in steps[epoch * 10 :][:10]) == 10
     assert due(2.5 * 10, 99) == [25, 50, 75] and due(1.5 * 19, 99) == [29, 57, 86] and due(0.25, 99) == [*range(1, 100)]
     for interval in (100, math.inf):
         assert due(interval, 11, plan_of(max_steps=11, warmup_epochs=0.0)) == [11]
+    plan = plan_of(max_steps=10, warmup_epochs=0.0, checkpoint_interval=4, val_interval=3, log_interval=2)
+    found = {step: " ".join(plan.due(step)) for step in range(1, 11)}
+    rest = {3: "validate log", 6: "validate log", 9: "validate log", 10: "save validate log"}
+    assert found == dict.fromkeys((1, 5, 7), "") | {2: "log", 4: "save log", 8: "save log"} | rest
+    assert [step for step in found if plan.logs(step)] == [step for step in found if "log" in found[step]]
 
 
-def test_scale_lr_and_limit():
+def test_the_learning_rate_scales_with_the_batch_size_warms_up_and_follows_its_schedule():
     """Goyal et al. 2017, section 2.1: 0.1 for 256 samples becomes 3.2 for 8192; the square root gives 0.1 sqrt(32)."""
     for size, rule, lr in ((8192, "linear", 3.2), (8192, "sqrt", 0.1 * 32**0.5), (8192, "none", 0.1),
                            (64, "linear", 0.025), (64, "sqrt", 0.05)):  # fmt: skip
         assert scale_lr(0.1, size, 256, rule) == pytest.approx(lr)
+        options = {"base_lr": 0.1, "base_batch_size": 256, "effective_batch_size": size, "lr_scaling_rule": rule}
+        plan = plan_of(train_samples=10**4, **options)
+        (line,) = [line for line in plan.lines(TrainConfig(**options)) if line.startswith("lr ")]
+        assert plan.peak_lr == pytest.approx(lr) and line.split()[1] == f"{lr:g}" and rule in line
+    half = (1 + math.cos(math.pi * 3 / 7)) / 2
+    for steps, after, factors in (
+        (4, "constant", {1: 0.2, 4: 0.8, 5: 1, 6: 1, 20: 1}),
+        (4, "linear", {1: 0.2, 4: 0.8, 5: 1, 6: 15 / 16, 20: 1 / 16}),
+        (4, "cosine", {4: 0.8, 5: 1, 6: (1 + math.cos(math.pi / 16)) / 2, 13: 0.5}),
+        (2.5, "constant", {1: 1 / 3.5, 3: 3 / 3.5, 4: 1}),
+        (13, "cosine", {14: 1, 17: half}),
+        (0, "linear", {1: 1, 20: 1 / 20}),
+    ):
+        plan = SimpleNamespace(warmup_steps=steps, total_steps=20)
+        found = {step: schedule(TrainConfig(lr_schedule=after), plan, step) for step in factors}
+        assert found == pytest.approx(factors), (steps, after)
+
+
+def test_a_limit_is_a_count_or_a_fraction():
     limits = {(19, 5): 5, (19, 0): 0, (19, 100): 19, (19, 0.5): 9, (19, 0.01): 1, (30, 0.1): 3, (10, 0.7): 7,
               (100, 0.29): 29}  # fmt: skip
     assert {given: limit(*given) for given in limits} == limits
     assert (limit(19, 1), limit(19, 1.0)) == (1, 19)  # which are one key
 
 
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    "mode, min_delta, values, best, bad",
+    [
+        # A new best value ends the count; the first of equal ones is the best.
+        ("max", 0, [1, 0, 0, 2, 0, 0, 2], [1, 1, 1, 4, 4, 4, 4], [0, 1, 2, 0, 1, 2, 3]),
+        ("min", 0, [1, 2, 0, 0, -1], [1, 1, 3, 3, 5], [0, 1, 0, 1, 0]),
+        # Lower by more than 0.35: 0.6, but not 0.3. Small gains count once they add up; best is best by any gain.
+        ("min", 0.35, [1, 0.9, 0.75, 0.6, 0.5, 0.4, 0.3], [1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 3]),
+        ("max", 1, [1, 2, 3], [1, 2, 3], [0, 1, 0]),  # a gain of just min_delta is none
+        ("max", 0, [NAN, -INF, INF, 1, NAN, 2], [0, 0, 0, 4, 4, 6], [1, 2, 3, 0, 1, 0]),
+    ],
+)
+def test_patience_counts_the_validations_since_the_best_one(mode, min_delta, values, best: list, bad: list):
+    """Of each validation: its value, which step is the best so far, and how many were no better."""
+    config = SimpleNamespace(monitor_mode=mode, early_stopping_min_delta=min_delta)
+    state = {"best": None, "best_step": 0, "to_beat": None, "bad_validations": 0}
+    for step, value in enumerate(values, 1):
+        assert update_best(state, value, step, config) == (best[step - 1] == step)
+        assert (state["best_step"], state["bad_validations"]) == (best[step - 1], bad[step - 1])
+        assert state["best"] == (values[best[step - 1] - 1] if best[step - 1] else None)
+    plan = plan_of(early_stopping_patience=3)
+    ends = {(step, count): plan.is_finished(step, count) for step in (379, 380) for count in (2, 3)}
+    assert ends == {(379, 2): False, (379, 3): True, (380, 2): True, (380, 3): True}
+
+
 # ---- the schedulers of torch
 
 SCHEDULER, PLATEAU = diffs("docs/training.md", "A scheduler of torch")
-EPOCHS = 12
-PLAN = SimpleNamespace(peak_lr=4e-3, total_steps=8 * EPOCHS)
-CONFIG = SimpleNamespace(monitor_mode="max")
-LOW_LR = 1e-5  # the accuracy stays as it is
-OPTIONS = f"{LONG} --epochs {EPOCHS} --log_interval 1"
+ONE_CYCLE, ON_PLATEAU = (re.search(r"\+ +scheduler = (.*)", edit)[1] for edit in (SCHEDULER, PLATEAU))
 OF_TORCH = "torch.optim.lr_scheduler"
-SCHEDULERS = [
-    re.search(r"scheduler = (.*)", SCHEDULER)[1],  # that of the page
-    f"{OF_TORCH}.StepLR(optimizer, 7, 0.8)",
-    f"{OF_TORCH}.ExponentialLR(optimizer, 0.97)",
-    f"{OF_TORCH}.CosineAnnealingLR(optimizer, plan.total_steps)",
+SEQUENCE = (
     f"{OF_TORCH}.SequentialLR(optimizer, [{OF_TORCH}.LinearLR(optimizer, 0.1, total_iters=20), "
-    f"{OF_TORCH}.CosineAnnealingLR(optimizer, plan.total_steps - 20)], [20])",
-]
-# torch warns of a scheduler that does not see the optimizer's steps.
-sees_steps = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler")
-
-
-def of_torch(expression: str, lr: float) -> tuple:
-    """An optimizer of one parameter, and a scheduler."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr)
-    return optimizer, eval(expression, {"torch": torch, "optimizer": optimizer, "plan": PLAN, "config": CONFIG})
-
-
-def rates(cwd: Path) -> list[float]:
-    return [float(row["lr"]) for row in history(cwd)]
-
-
-@sees_steps
-@pytest.mark.parametrize(
-    "expression",
-    [SCHEDULERS[0], *(pytest.param(each, marks=pytest.mark.night) for each in SCHEDULERS[1:])],
-    ids=lambda text: re.search(r"(\w+)\(", text)[1],
+    f"{OF_TORCH}.CosineAnnealingLR(optimizer, plan.total_steps - 20)], [20])"
 )
-def test_a_scheduler_is_resumed_exactly(expression: str, tmp_path: Path):
-    """Its rates are those that torch gives."""
-    program = edited(SCHEDULER.replace(SCHEDULERS[0], expression), tmp_path / "program")
-    whole, _ = killed_and_resumed(f"{program}/{OPTIONS}", tmp_path)
-    optimizer, scheduler = of_torch(expression, PLAN.peak_lr)
-    expected = []
-    for _ in range(PLAN.total_steps):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates(whole) == expected
+LOW_LR = "--base_lr 1e-5 --val_interval 3"  # the accuracy stays as it is
 
 
-@sees_steps
-def test_a_rate_that_depends_on_the_results_is_resumed_exactly(tmp_path: Path):
-    """It is reduced before the kill and after it."""
-    program = edited(PLATEAU, tmp_path / "program")
-    whole, killed = killed_and_resumed(f"{program}/{OPTIONS} --val_interval 3 --base_lr {LOW_LR}", tmp_path)
-    optimizer, scheduler = of_torch(re.search(r"\+ +scheduler = (.*)", PLATEAU)[1], LOW_LR)
+@pytest.mark.filterwarnings("error:Detected call of .lr_scheduler")  # torch: of one that does not see the steps
+@pytest.mark.parametrize(
+    "edit, expression, options",
+    [
+        pytest.param(SCHEDULER, ONE_CYCLE, "", id="OneCycleLR"),
+        pytest.param(SCHEDULER, f"{OF_TORCH}.StepLR(optimizer, 7, 0.8)", "", id="StepLR", marks=pytest.mark.night),
+        pytest.param(SCHEDULER, SEQUENCE, "", id="SequentialLR", marks=pytest.mark.night),
+        pytest.param(PLATEAU, ON_PLATEAU, LOW_LR, id="ReduceLROnPlateau"),
+    ],
+)
+def test_a_scheduler_is_resumed_exactly(edit: str, expression: str, options: str, tmp_path: Path):
+    """Its rates are those that torch gives. One that depends on the results reduces them before the kill and after."""
+    program = edited(edit.replace(ONE_CYCLE, expression), tmp_path / "program")
+    whole, killed = killed_and_resumed(f"{program}/{LONG} --epochs 12 --log_interval 1 {options}", tmp_path)
+    found = [float(row["lr"]) for row in history(whole)]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], 1e-5 if options else 4e-3)
+    plan, config = SimpleNamespace(peak_lr=4e-3, total_steps=96), SimpleNamespace(monitor_mode="max")
+    scheduler = eval(expression, {"torch": torch, "optimizer": optimizer, "plan": plan, "config": config})
     expected = []
     for row in history(whole):
         expected.append(optimizer.param_groups[0]["lr"])
-        if row["val/accuracy"]:
+        optimizer.step()
+        if not options:
+            scheduler.step()
+        elif row["val/accuracy"]:
             scheduler.step(float(row["val/accuracy"]))
-    assert rates(whole) == expected
+    assert found == expected and len(found) == 96
     resumed = int(re.search(r"resumed from .*step-(\d+)", (run_dir(killed) / "train.log").read_text())[1])
-    assert expected[0] > expected[resumed - 1] > expected[-1]
+    assert not options or found[0] > found[resumed - 1] > found[-1]
     ours, theirs = (checkpoint(cwd, f"step-{newest(cwd):08}")["optimizer"]["param_groups"] for cwd in (killed, whole))
     assert ours == theirs
