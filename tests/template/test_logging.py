@@ -313,16 +313,17 @@ def test_the_first_error_of_wandb_is_printed_once_and_the_run_goes_on(tmp_path):
     assert "finished after 20 of 20 steps" in printed and steps(run_dir(tmp_path)) == list(range(1, 21))
 
 
-def test_a_run_that_wandb_refuses_has_failed(tmp_path):
-    error = run(f"train.py {SMALL} --logger_name csv wandb --project a/b", tmp_path, code=1, HOME=str(tmp_path)).stderr
-    assert "a/b" in error.splitlines()[-1]
+@pytest.mark.parametrize(
+    "options, words, codes",
+    [("--project a/b", "a/b", []), ("--base_lr 1e30 --log_interval 1", "loss", [1])],
+    ids=["it is refused", "it diverges"],
+)
+def test_wandb_and_the_summary_know_that_a_run_has_failed(options, words, codes, tmp_path):
+    done = run(f"train.py {SMALL} --logger_name csv wandb {options}", tmp_path, code=1, HOME=str(tmp_path))
+    assert words in done.stderr.splitlines()[-1]
     assert last_summary(tmp_path)["state"] == "failed"
-
-
-def test_wandb_knows_that_a_run_has_failed(tmp_path):
-    options = "--logger_name wandb --base_lr 1e30 --log_interval 1"
-    run(f"train.py {SMALL} {options}", tmp_path, code=1, HOME=str(tmp_path))
-    assert exit_codes(records_of(run_dir(tmp_path))) == [1]
+    paths = run_dir(tmp_path).glob("logs/wandb/offline-run-*/*.wandb")
+    assert exit_codes([record for path in paths for record in wandb_records(path)]) == codes
 
 
 def test_a_stopped_and_resumed_wandb_run_has_each_step_once_under_one_id(tmp_path):

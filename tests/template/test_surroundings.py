@@ -40,7 +40,7 @@ from mistakes import assert_one_line, refuses
 # ---- the lock of a run
 
 
-def test_a_run_that_copies_its_own_directory_keeps_its_lock(tmp_path, program, cwd):
+def test_a_run_that_copies_its_own_directory_keeps_its_lock_and_tells_of_a_directory_that_is_gone(program, cwd):
     """A lock of the process would end when the copy of .lock is closed."""
     copy = 'if step == 20:\n    shutil.copytree(run.directory.path, run.directory.path.parent / "copy")'
     insert_before(program, "step is done", copy)
@@ -50,9 +50,14 @@ def test_a_run_that_copies_its_own_directory_keeps_its_lock(tmp_path, program, c
         wait_for((cwd / "copy" / ".lock").exists)
         wait_for(lambda: newest(cwd) > 24)
         assert_one_line(run("train.py --resume auto", cwd, code=2), "--resume", run_dir(cwd).name)
+        run_dir(cwd).rename(cwd / "gone")
+        wait_for(lambda: process.poll() is not None)
     finally:
-        kill_group(process)
-        end_of(process, pids)
+        if process.poll() is None:
+            kill_group(process)
+        lines = end_of(process, pids)
+    assert_one_line(subprocess.CompletedProcess("train.py", 1, "", "\n".join(lines)), "[Errno 2] No such file")
+    assert process.returncode == 1
 
 
 def test_a_lock_ends_with_the_run_although_its_data_workers_live_on(tmp_path):
@@ -72,20 +77,17 @@ def test_a_lock_ends_with_the_run_although_its_data_workers_live_on(tmp_path):
 # ---- processes of the user
 
 UPLOAD = """
-import multiprocessing
-import time
-
+import multiprocessing, time
 
 def upload():
     time.sleep(3)
     open("uploaded", "w").close()
 
-
 """
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_process_that_the_loop_has_started_is_not_ended_with_the_data_workers(workers, tmp_path, program, cwd):
+def test_a_process_that_the_loop_has_started_is_not_ended_with_the_data_workers(workers, program, cwd):
     insert_before(program, "functions", UPLOAD)
     insert_after(program, "step is done", "if step == 2:\n    multiprocessing.Process(target=upload).start()")
     run(f"{program}/train.py {SMALL} --max_steps 4 --num_workers {workers}", cwd)
@@ -201,15 +203,6 @@ def test_a_library_that_changes_the_working_directory_does_not_move_the_run(tmp_
 # ---- disks
 
 
-def test_a_directory_that_is_gone_while_the_run_writes_is_told_in_one_line(tmp_path):
-    process, pids = started(tmp_path)
-    run_dir(tmp_path).rename(tmp_path / "gone")
-    (line,) = end_of(process, pids)
-    assert process.returncode == 1
-    done = subprocess.CompletedProcess("train.py", 1, "", line)
-    assert_one_line(done, "[Errno 2] No such file")
-
-
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     if os.getuid() > 0:
@@ -239,10 +232,7 @@ import errno
 def testzip(self):
     raise OSError(errno.EIO, "Input/output error")
 
-
 zipfile.ZipFile.testzip = testzip
-
-
 """
 
 
@@ -305,26 +295,19 @@ def test_no_folder_for_temporary_files_is_told_in_one_line(program: Path, cwd: P
 
 
 REFUSES = """
-import builtins
-import errno
-import os
+import builtins, errno, os
 
 open_file = builtins.open
-
 
 def refuse(*args):
     raise OSError(errno.EINVAL, "refused")
 
-
 def without_append(path, mode="r", *args, **options):
-    if mode == "a" and str(path).endswith("metrics.csv"):
-        refuse()
-    return open_file(path, mode, *args, **options)
-
+    is_refused = mode == "a" and str(path).endswith("metrics.csv")
+    return (refuse if is_refused else open_file)(path, mode, *args, **options)
 
 os.fsync = refuse
 builtins.open = without_append
-
 
 """
 

@@ -130,13 +130,11 @@ def test_the_lines_name_the_outputs_and_the_runs_of_the_best_trial_and_evaluate_
 
 
 def test_git_takes_neither_runs_nor_sweeps_for_files_of_the_project(alone, tmp_path):
-    shutil.copy(REPO / ".gitignore", tmp_path)
-    for path in alone.iterdir():
-        if path.is_dir():
-            shutil.copytree(path, tmp_path / path.name)
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    listed = subprocess.check_output(["git", "ls-files", "--others", "--exclude-standard"], cwd=tmp_path, text=True)
-    assert listed == ".gitignore\n"
+    folder = shutil.copytree(alone, tmp_path / "copy")
+    shutil.copy(REPO / ".gitignore", folder)
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    listed = subprocess.check_output(["git", "ls-files", "--others", "--exclude-standard"], cwd=folder, text=True)
+    assert listed.split() == [".gitignore", "grid.yaml", "printed"]
 
 
 @pytest.mark.parametrize("stop", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.night)])
