@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import zygote
-from edits import insert_after, with_text
+from edits import insert_after, replace
 from helpers import (
     ON_2,
     PREEMPTED,
@@ -30,10 +30,9 @@ from helpers import (
     start,
     wait_for,
 )
+from mistakes import assert_one_line
 
-from model import Model
 from runtime.console import Console, format_row
-from runtime.errors import RunError
 
 # ---- header and table
 
@@ -45,9 +44,12 @@ def default(tmp_path_factory) -> tuple[str, Path]:
     return run("train.py --epochs 2 --accelerator cpu", cwd).stdout, cwd
 
 
-def test_the_header_says_what_will_happen(default):
+def test_what_a_run_prints_and_keeps_in_its_log_and_summary(default):
+    """The header says what will happen. The output fits into 80 columns, and values end where their names do. train.log
+    has what was printed, and goes on after a resume."""
     printed, cwd = default
-    assert printed.splitlines()[:7] == [
+    lines = printed.splitlines()
+    assert lines[:7] == [
         "1 x cpu, 1 CPU thread(s), precision 32-true",
         "model, 58,314 parameters",
         "1,217 training samples, 200 validation samples",
@@ -56,20 +58,20 @@ def test_the_header_says_what_will_happen(default):
         "38 steps = 2 epochs x 19 steps",
         f"run directory {run_dir(cwd).name}",
     ]
-
-
-def test_a_run_fits_into_80_columns_and_its_values_end_where_their_names_do(default):
-    lines = default[0].splitlines()
     assert max(map(len, lines)) <= 80
     first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["epoch", "step"])
     ends = [[match.end() for match in re.finditer(r"\S+", line)] for line in lines[first : first + 3]]
     assert ends[0] == ends[1] == ends[2] and len(ends[0]) == 6
-
-
-def test_the_modules_of_the_model_come_first_if_asked_for(tmp_path):
-    """As torch prints them. --width and the like are seen there."""
-    printed = call(f"train.py {SMALL} --max_steps 1 --summary", tmp_path).stdout
-    assert printed.startswith(f"1 x cpu, 1 CPU thread(s), precision 32-true\n{Model((1, 8, 8), 10, width=4)}\nmodel, ")
+    log = run_dir(cwd) / "train.log"
+    assert log.read_text() == printed
+    summary = last_summary(cwd)
+    assert summary["state"] == "finished" and summary["step"] == summary["checkpoint"] == 38
+    assert summary["parameters"] == 58314 and 0 < summary["seconds"] < 600
+    assert {"train/loss", "val/loss", "val/accuracy", "lr", "samples_per_second"} <= summary["last"].keys()
+    assert summary["best"] == summary["last"]["best"] and summary["best_step"] == 38
+    more = call(f"train.py --resume {run_dir(cwd).name} --epochs 3", cwd).stdout
+    assert log.read_text() == printed + more[more.index("1 x cpu") :]
+    assert f"resumed from {run_dir(cwd).name}" in more[more.index("1 x cpu") :]
 
 
 def console_of(monitor: str) -> Console:
@@ -94,6 +96,7 @@ def test_the_names_come_again_where_the_columns_change(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert [tuple(line.split()) for line in printed.splitlines()] == expected
     assert (tmp_path / "train.log").read_text() == printed
+    assert format_row(["lr"], [2.7277393194555355e-05]) == "2.7277e-05"  # longer than its name
 
 
 def test_the_table_is_no_wider_than_the_terminal_and_names_what_it_leaves_out(capsys, monkeypatch):
@@ -114,10 +117,6 @@ def test_the_table_is_no_wider_than_the_terminal_and_names_what_it_leaves_out(ca
     assert names.split() == ["epoch", "step", "train/loss", "val/loss", "val/last", "val/f1", "lr"]
 
 
-def test_a_value_longer_than_its_name_keeps_its_digits():
-    assert format_row(["lr"], [2.7277393194555355e-05]) == "2.7277e-05"
-
-
 def test_no_warning_and_one_header_in_two_processes(tmp_path):
     done = run(f"train.py {SMALL} {ON_2}", tmp_path)
     printed = re.sub(r"^\[Gloo\] .*\n", "", done.stdout, flags=re.MULTILINE)  # of torch 2.10 and older
@@ -127,14 +126,7 @@ def test_no_warning_and_one_header_in_two_processes(tmp_path):
 
 # ---- progress
 
-
-def test_train_log_has_what_was_printed_and_goes_on_after_a_resume(default):
-    printed, cwd = default
-    log = run_dir(cwd) / "train.log"
-    assert log.read_text() == printed
-    more = call(f"train.py --resume {run_dir(cwd).name} --epochs 3", cwd).stdout
-    assert log.read_text() == printed + more[more.index("1 x cpu") :]
-    assert f"resumed from {run_dir(cwd).name}" in more[more.index("1 x cpu") :]
+INTERVAL = ("runtime/console.py", "__init__", "0.1 if self.is_terminal else 30")  # seconds between two lines
 
 
 def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
@@ -161,12 +153,11 @@ def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
 @pytest.mark.parametrize("of_cluster", [{}, pytest.param({"TQDM_DISABLE": "1"}, marks=pytest.mark.night)])
 def test_without_a_terminal_a_line_of_progress_comes_twice_a_minute(of_cluster: dict, tmp_path: Path):
     """On stderr, also where the environment disables bars."""
-    program = with_text(tmp_path / "program", "runtime/console.py", ("else 30  # seconds", "else 0  # seconds"))
+    program = replace(tmp_path / "program", INTERVAL, "0.1 if self.is_terminal else 0")
     done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, **of_cluster)
     lines = done.stderr.splitlines()
     assert len([line for line in lines if " 15/20 [" in line]) == 1 and "step/s" not in done.stdout
     assert any(re.search(r"15/20 \[.*, train/loss=2\.\d+, val/accuracy=0\.\d+\]", line) for line in lines)
-    assert call(f"train.py {SMALL} --out_dir other", tmp_path).stderr == ""  # which takes less than that
 
 
 WITH_TQDM_MONITOR = """
@@ -193,34 +184,15 @@ def test_no_bar_is_drawn_without_a_terminal_also_if_the_environment_sets_tqdm(tm
     assert run(str(script), tmp_path, **settings).stderr == ""
 
 
-def test_a_signal_is_answered_at_once(tmp_path):
-    process = start("train.py --accelerator cpu --width 4 --epochs 1000", tmp_path)
-    try:
-        assert any("run directory" in line for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=300)[1]
-    finally:
-        if process.poll() is None:
-            kill_group(process)
-    assert process.returncode == PREEMPTED
-    assert err == "\nstopping at the end of a step; a second Ctrl-C ends the process at once\n"
-
-
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
-    """As in `python train.py | head -1`."""
-    process = start(f"train.py {SMALL}", tmp_path)
-    process.stdout.readline()
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait() == 0 and err == ""
-    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].startswith("next: ")
-
-
 @pytest.mark.parametrize("reader", ["gone", "/dev/full"])
-def test_what_is_said_before_and_after_the_loop_needs_no_reader(reader: str, tmp_path: Path):
-    """A resume says what changes, test.py which run it took: before torch is there, and the results behind it."""
-    call(f"train.py {SMALL} --epochs 1", tmp_path)
-    for command in (f"train.py --resume auto {SMALL} --epochs 2", "test.py --accelerator cpu --predictions"):
+def test_a_run_needs_no_reader(reader: str, tmp_path: Path):
+    """As in `python train.py | head -1`. A resume says what changes, test.py which run it took: before torch is there,
+    and the results behind it."""
+    for command in (
+        f"train.py {SMALL} --epochs 1",
+        f"train.py --resume auto {SMALL} --epochs 2",
+        "test.py --accelerator cpu --predictions",
+    ):
         if reader == "gone":
             read, output = os.pipe()
             os.close(read)
@@ -230,11 +202,15 @@ def test_what_is_said_before_and_after_the_loop_needs_no_reader(reader: str, tmp
         os.close(output)
         error = process.communicate(timeout=300)[1]
         assert process.returncode == 0 and error == ""
+    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].startswith("next: ")
     assert last_summary(tmp_path)["step"] == 8 and (run_dir(tmp_path) / "test_test_best.json").exists()
 
 
+ENDLESS = "train.py --accelerator cpu --width 4 --epochs 1000"
+
+
 def test_a_signal_is_obeyed_where_nobody_reads_stderr_any_more(tmp_path):
-    process = start("train.py --accelerator cpu --width 4 --epochs 1000", tmp_path)
+    process = start(ENDLESS, tmp_path)
     try:
         assert any("run directory" in line for line in process.stdout)
         process.stdout.close()
@@ -260,27 +236,21 @@ def test_a_damaged_summary_does_not_keep_a_run_from_going_on(name, tmp_path):
     assert last_summary(tmp_path).keys() == summary.keys() and last_summary(tmp_path)["step"] == 24
 
 
-def test_the_summary_of_a_finished_run(default):
-    cwd = default[1]
-    summary = last_summary(cwd)
-    assert summary["state"] == "finished" and summary["step"] == summary["checkpoint"] >= 38
-    assert summary["parameters"] == 58314 and 0 < summary["seconds"] < 600
-    assert {"train/loss", "val/loss", "val/accuracy", "lr", "samples_per_second"} <= summary["last"].keys()
-    assert summary["best"] == summary["last"]["best"] and summary["best_step"] in (38, 57)
-
-
-def test_the_state_is_running_from_the_start_and_then_interrupted_and_at_last_finished(tmp_path):
-    process = start("train.py --accelerator cpu --width 4 --epochs 1000", tmp_path)
+def test_a_signal_is_answered_at_once_and_the_state_is_running_then_interrupted_and_at_last_finished(tmp_path):
+    process = start(ENDLESS, tmp_path)
     try:
         wait_for(lambda: process.poll() is not None or any(tmp_path.glob("*/summary.json")))
         begun = last_summary(tmp_path)
         wait_for(lambda: process.poll() is not None or last_summary(tmp_path)["step"] >= 38)  # the second save
         first = last_summary(tmp_path)
-        process.terminate()
-        process.communicate(timeout=300)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=300)[1]
     finally:
         if process.poll() is None:
             kill_group(process)
+    assert process.returncode == PREEMPTED
+    (line,) = error.split("\n")[1:-1]  # below that of ^C
+    assert "at the end of a step" in line and "second Ctrl-C" in line
     assert begun["state"] == first["state"] == "running" and begun["parameters"] == first["parameters"]
     assert first["step"] == first["checkpoint"] and first["step"] % 19 == 0 and "val/accuracy" in first["last"]
     assert "checkpoint" not in begun
@@ -310,13 +280,8 @@ def test_the_summary_has_a_checkpoint_as_soon_as_it_is_there(tmp_path):
 
 
 def test_a_run_that_failed_says_so(tmp_path):
-    with pytest.raises(RunError) as error:
-        from config import TrainConfig
-        from runtime.cli import parse_train
-        from train import main
-
-        os.chdir(tmp_path)
-        main(parse_train(TrainConfig, f"{SMALL} --base_lr 1e30 --lr_schedule constant".split()))
-    assert "not finite" in str(error.value) or "the loss is" in str(error.value)
+    done = call(f"train.py {SMALL} --base_lr 1e30 --lr_schedule constant", tmp_path, code=1)
+    assert_one_line(done, "loss")
     assert last_summary(tmp_path)["state"] == "failed"
-    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1] == f"runtime.errors.RunError: {error.value}"
+    said = done.stderr.removeprefix("train.py: error: ").strip()
+    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1] == f"runtime.errors.RunError: {said}"

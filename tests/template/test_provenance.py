@@ -115,18 +115,6 @@ def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran(name, point, fi
     assert f"changed since: {name}\n" in call(f"{edited}/test.py", cwd).stdout
 
 
-def test_files_that_nobody_may_write_are_copied_at_each_start(edited, cwd):
-    """As of an installation that several users share."""
-    for path in edited.rglob("*.py"):
-        path.chmod(0o444)
-    call(f"{edited}/train.py {CSV} --epochs 1", cwd)
-    (code,) = codes(run_dir(cwd))
-    copies = files(code)
-    assert all(path.stat().st_mode & 0o200 for path in code.rglob("*.py"))
-    call(f"{edited}/train.py --resume auto --epochs 2", cwd)
-    assert codes(run_dir(cwd)) == [code] and files(code) == copies
-
-
 def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
     (code,) = codes(copy)
     (code / "train.py").write_text("")
@@ -147,23 +135,31 @@ def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint(edited, cw
         assert "; changed since: late.py\n" in call(f"{edited}/{command}", cwd).stdout
 
 
-def test_what_is_no_source_file_of_the_run(edited, cwd):
+def test_what_is_no_source_file_of_the_run_and_files_that_nobody_may_write(edited, cwd):
     """What a virtual environment in the project has; a folder; a link to nowhere, such as Emacs makes while a buffer is
-    not saved. Nothing is said where nothing has changed."""
+    not saved. The others are those of an installation that several users share: the copies can be written. Where
+    nothing has changed, nothing is said, and nothing is copied again."""
     site = edited / ".venv" / "lib" / "site-packages"
     site.mkdir(parents=True)
     (site / "library.py").write_text("")
     insert_before(edited, "functions", f"import sys\n\nsys.path.append({str(site)!r})\nimport library\n\n\n")
+    for path in edited.rglob("*.py"):
+        path.chmod(0o444)
     (edited / ".#train.py").symlink_to("me@host.1:2")
     (edited / "folder.py").mkdir()
     call(f"{edited}/train.py {CSV} --epochs 1", cwd)
     (code,) = codes(run_dir(cwd))
-    assert [name for name in files(code) if "library" in name] == []
-    assert "changed since" not in call(f"{edited}/test.py", cwd).stdout
-    assert "changed since" not in call(f"{edited}/train.py --resume auto --epochs 2", cwd).stdout
+    copies = files(code)
+    assert [name for name in copies if "library" in name] == []
+    assert all(path.stat().st_mode & 0o200 for path in code.rglob("*.py"))
+    for command in ("test.py", "train.py --resume auto --epochs 2"):
+        assert "changed since" not in call(f"{edited}/{command}", cwd).stdout
+    assert codes(run_dir(cwd)) == [code] and files(code) == copies
 
 
 def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, copy, tmp_path):
+    """The path of one in a run means that run. Weights alone need a run; of a checkpoint that is not there, those that
+    are there are named."""
     here = tmp_path / "here"
     here.mkdir()
     expected = call(f"{program}/test.py", tmp_path).stdout.splitlines()[3:5]
@@ -171,18 +167,13 @@ def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, cop
     found = call(f"{program}/test.py --checkpoint here/good.ckpt", tmp_path).stdout.splitlines()
     assert found[2:4] == expected  # it is not said which run is meant
     assert found[-1] == "results here/test_test_good.json" and (here / "test_test_good.json").exists()
-    older = Path(
-        shutil.copytree(copy, tmp_path / "20200101-000000-train_out")
-    )  # the path of one in a run means that run
+    older = tmp_path / "20200101-000000-train_out"
+    shutil.copytree(copy, older)
     found = call(f"{program}/test.py --checkpoint {older.name}/checkpoints/best.ckpt", tmp_path).stdout
     assert f"results {older.name}/test_test_best.json" in found
 
-
-def test_what_test_py_cannot_evaluate(program, trained, tmp_path):
-    """Weights alone need a run; of a checkpoint that is not there, those that are there are named."""
-    shutil.copy(trained / "model.pt", tmp_path)
-    refuses(f"{program}/test.py --checkpoint model.pt", tmp_path, "config.yaml")
-    words = ("--checkpoint", f"{trained}", "['step-00000004.ckpt', 'best.ckpt']")
-    refuses(f"{program}/test.py --checkpoint {trained}/checkpoints/nothing.ckpt", tmp_path, *words)
-    found = call(f"{program}/test.py --checkpoint model.pt --out_dir {trained}", tmp_path).stdout
-    assert "accuracy" in found
+    shutil.copy(copy / "model.pt", tmp_path)
+    refuses(f"{program}/test.py --checkpoint ../model.pt", here, "config.yaml")
+    assert "accuracy" in call(f"{program}/test.py --checkpoint model.pt --out_dir {copy}", tmp_path).stdout
+    words = ("--checkpoint", f"{copy}", "['step-00000004.ckpt', 'best.ckpt']")
+    refuses(f"{program}/test.py --checkpoint {copy}/checkpoints/nothing.ckpt", tmp_path, *words)

@@ -1,16 +1,16 @@
 """tools/replay.py: a step of a run is trained again, with the same bits, and shown."""
 
-import csv
 import math
 import re
 import shutil
-import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
-from helpers import ON_2, REPO, SMALL, call, diffs, interrupt, kill_group, run_dir, start, without_locks
+from edits import apply, copy_programs, insert_after, insert_before, replace
+from helpers import ON_2, REPO, SMALL, call, diffs, execute, interrupt, kill_group, rows, run, run_dir, without_locks
+from mistakes import refuses
 
 pytestmark = pytest.mark.recipes
 # 3 epochs of 19 steps: each sample but one comes once an epoch.
@@ -34,40 +34,23 @@ def with_tools(program: Path) -> Path:
     return program
 
 
-def run_in(program: Path, command: str, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess:
-    process = start(command, cwd, program, **env)
-    out, err = process.communicate()
-    assert process.returncode == code, out + err
-    return subprocess.CompletedProcess(command, code, out, err)
-
-
-def rows_of(folder: Path) -> dict[int, dict]:
-    with open(folder / "logs" / "csv" / "metrics.csv", newline="") as file:
-        return {int(row["step"]): row for row in csv.DictReader(file)}
-
-
 def command_of(error: str) -> str:
     """The command that the last line of a run names."""
     return re.search(r"with: python (tools/replay\.py --out_dir \S+ --step \d+)", error)[1]
-
-
-def shown_step(printed: str) -> int:
-    return int(re.search(r"^step (\d+): gradient norm", printed, re.MULTILINE)[1])
 
 
 def kept(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
-def assert_same_step(folder: Path, step: int, path: Path) -> None:
+def assert_same_step(cwd: Path, step: int, path: Path) -> None:
     """The file of --keep has the values that the run has logged, where each step is logged."""
-    row = rows_of(folder)[step]
-    micro_batches = kept(path)["micro_batches"]
-    losses = [about["values"]["loss"] for about in micro_batches]
+    (row,) = [row for row in rows(cwd) if row["step"] == step]
+    losses = [about["values"]["loss"] for about in kept(path)["micro_batches"]]
     assert kept(path)["step"] == step
-    assert sum(losses) / len(losses) == pytest.approx(float(row["train/loss"]), rel=1e-7)
+    assert sum(losses) / len(losses) == pytest.approx(row["train/loss"], rel=1e-7)
     norm = math.hypot(*kept(path)["gradient_norms"].values())
-    assert norm == pytest.approx(float(row["train/grad_norm"]), rel=1e-5)
+    assert norm == pytest.approx(row["train/grad_norm"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -82,92 +65,67 @@ def logged(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("step, begins", [(57, "from .*step-00000054.ckpt"), (6, "from the beginning")])
-def test_a_step_has_the_values_of_the_run_which_is_not_changed(step, begins, logged, tmp_path):
+def test_a_step_has_the_values_of_the_run_which_is_only_read(step, begins, logged, tmp_path, monkeypatch):
+    """Nothing is left in the temporary directory. The highest losses come first. What is printed has some samples of
+    each micro-batch, the file has all, with the batches."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     before = without_locks(logged)
-    done = call(f"tools/replay.py --out_dir {run_dir(logged)} --step {step} --keep {tmp_path}/batch.pt", tmp_path)
-    assert re.search(f"^replays .* {begins}$", done.stdout, re.MULTILINE)
-    assert shown_step(done.stdout) == step
-    assert_same_step(run_dir(logged), step, tmp_path / "batch.pt")
-    assert done.stdout.count("first not finite: none") == 4
+    path = tmp_path / "batch.pt"
+    printed = call(f"tools/replay.py --out_dir {run_dir(logged)} --step {step} --keep {path}", tmp_path).stdout
+    assert re.search(f"^replays .* {begins}$", printed, re.MULTILINE)
+    assert f"\nstep {step}: gradient norm " in printed and printed.count("first not finite: none") == 4
+    assert_same_step(logged, step, path)
     assert without_locks(logged) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["batch.pt"]
-
-
-def test_the_batches_are_kept_with_their_samples_and_losses(logged, tmp_path):
-    """The highest loss is the first, in the file and in what is printed."""
-    done = call(f"tools/replay.py --out_dir {run_dir(logged)} --step 20 --keep batch.pt", tmp_path)
-    micro_batches = kept(tmp_path / "batch.pt")["micro_batches"]
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "temporary"} and not [*tmp_path.glob("temporary/tmp*")]
+    micro_batches = kept(path)["micro_batches"]
     assert len({sample for about in micro_batches for sample in about["samples"][0]}) == 64
     for about in micro_batches:
         images, targets = about["batch"]
         assert images.shape == (16, 1, 8, 8) and targets.shape == (16,)
-        losses = [*about["losses"].values()]
-        assert losses == sorted(losses, reverse=True) and {*about["losses"]} == {*about["samples"][0]}
-        sample, loss = next(iter(about["losses"].items()))
-        assert f"highest losses in eval mode: sample {sample} {loss:.5g}, " in done.stdout
-
-
-def test_the_highest_losses_are_printed_first_and_no_line_is_long(tmp_path):
-    """Of many samples in a micro-batch some are named; --keep has all."""
-    call(f"{TRAIN} --epochs 1 --effective_batch_size 1000", tmp_path)
-    printed = call("tools/replay.py --step 1", tmp_path).stdout
-    lines = printed.partition("\nstep 1: ")[2].splitlines()
-    assert [line.split()[0] for line in lines[1:5]] == ["rank", "highest", "first", "1000"]
-    assert lines[2].count("sample ") == 8
-    assert re.fullmatch(r"  1000 samples: (\d+, ){8}\.\.\. \(--keep writes all\)", lines[4])
-    assert max(map(len, lines)) < 200
+        losses = about["losses"]
+        assert [*losses.values()] == sorted(losses.values(), reverse=True) and {*losses} == {*about["samples"][0]}
+        highest = ", ".join(f"sample {sample} {loss:.5g}" for sample, loss in [*losses.items()][:8])
+        assert f"\n  highest losses in eval mode: {highest}\n" in printed
+        first = ", ".join(map(str, about["samples"][0][:8]))
+        assert f"\n  16 samples: {first}, ... (--keep writes all)\n" in printed
 
 
 def test_single_samples_have_the_loss_of_a_validation(program, cwd):
     """What only a training step has, such as the number of its targets, would make another number of it."""
     (diff,) = diffs("docs/data.md", "A mean over tokens")
     with_tools(apply(diff, copy_programs(program)))
-    run_in(program, f"{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
-    run_in(program, "tools/replay.py --step 8 --keep batch.pt", cwd)
+    call(f"{program}/{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
+    run(f"{program}/tools/replay.py --step 8 --keep batch.pt", cwd)
     for about in kept(cwd / "batch.pt")["micro_batches"]:
         losses = [*about["losses"].values()]
         assert sum(losses) / len(losses) == pytest.approx(about["values"]["loss"], rel=1e-4)
 
 
-def test_nothing_is_left_in_the_temporary_directory(logged, tmp_path, cwd):
-    run_in(REPO, f"tools/replay.py --out_dir {run_dir(logged)} --step 14", tmp_path, TMPDIR=str(cwd))
-    assert not [*cwd.glob("tmp*")]
-
-
 def test_options_that_a_resume_has_changed(tmp_path):
     """A step is trained with those of the process that has trained it."""
-    call(
-        f"{TRAIN} --log_interval 1 --num_checkpoint_keep 0 --lr_schedule constant --warmup_epochs 0 --max_steps 10",
-        tmp_path,
-    )
+    options = "--log_interval 1 --num_checkpoint_keep 0 --lr_schedule constant --warmup_epochs 0"
+    call(f"{TRAIN} {options} --max_steps 10", tmp_path)
     call("train.py --resume train_out --max_steps 20 --base_lr 0.1", tmp_path)
     call("train.py --resume train_out --max_steps 30 --base_lr 0.01", tmp_path)
     call("tools/replay.py --step 20 --keep batch.pt", tmp_path)
-    assert_same_step(run_dir(tmp_path), 20, tmp_path / "batch.pt")
-
-
-def test_a_scheduler_of_torch(tmp_path, program, cwd):
-    diff, _ = diffs("docs/training.md", "A scheduler of torch")
-    with_tools(apply(diff, copy_programs(program)))
-    run_in(program, f"{TRAIN} --log_interval 1 --epochs 1", cwd)
-    run_in(program, "tools/replay.py --step 16 --keep batch.pt", cwd)
-    assert_same_step(run_dir(cwd), 16, cwd / "batch.pt")
+    assert_same_step(tmp_path, 20, tmp_path / "batch.pt")
 
 
 # ---- values that are not finite
 
 
-@pytest.mark.parametrize("options, layer", [("--checkpoint_interval 1", None), ("", BATCH_NORM), (ON_2, None)])
+@pytest.mark.parametrize("options, layer", [("", BATCH_NORM), (f"--checkpoint_interval 1 {ON_2}", None)])
 def test_a_poisoned_sample_is_named(options, layer, program, cwd):
-    """Also right after a checkpoint, where BatchNorm spoils the others of its batch, and where several processes train.
+    """Also where BatchNorm spoils the others of its batch, right after a checkpoint, and where several processes train.
     The line with which the run ends has the command."""
     insert_after(program, "statistics", POISON)
     if layer:
         replace(program, "first layer", layer)
     with_tools(program)
-    failed = run_in(program, f"{TRAIN} --micro_batch_size 16 {options}", cwd, code=1)
+    failed = execute(f"{program}/{TRAIN} --micro_batch_size 16 {options}", cwd, code=1)
     before = without_locks(cwd)
-    done = run_in(program, command_of(failed.stderr), cwd)
+    done = run(f"{program}/{command_of(failed.stderr)}", cwd)
     assert without_locks(cwd) == before
     (found,) = re.findall(
         r"^rank \d: loss nan\n  (highest .*)\n  first not finite: (.*)\n  16 samples: .*$", done.stdout, re.MULTILINE
@@ -178,41 +136,10 @@ def test_a_poisoned_sample_is_named(options, layer, program, cwd):
     assert re.search(r"^ +nan  model\.layers\.0$", done.stdout, re.MULTILINE)
 
 
-MASKED = """
-class Masked(nn.Module):
-    def forward(self, x, mask):
-        return x.masked_fill(mask < 0, 0.0)
-
-
-"""
-
-
-MASKED_FORWARD = """
-        mask = images.new_tensor([0.0] * 9 + [-float("inf")])
-        mask = self.masked(mask, mask) + mask
-        return self.masked(self.layers(images), mask)
-"""
-
-
-@pytest.mark.parametrize("is_poisoned", [False, True])
-def test_a_mask_of_minus_infinity_is_no_fault(is_poisoned, program, cwd):
-    insert_before(program, "layers", "self.masked = Masked()")
-    replace(program, "forward", MASKED_FORWARD)
-    with_text(program, "model.py", ("class Model(", f"{MASKED.lstrip()}class Model("))
-    if is_poisoned:
-        insert_after(program, "statistics", POISON)
-    with_tools(program)
-    done = run_in(program, f"{TRAIN} --micro_batch_size 16", cwd, code=int(is_poisoned))
-    command = command_of(done.stderr) if is_poisoned else "tools/replay.py --step 4"
-    shown = re.findall(r"first not finite: (.*)", run_in(program, command, cwd).stdout)
-    assert shown.count("none") == 4 - is_poisoned and len(shown) == 4
-    assert not is_poisoned or "input of model.layers.0, Conv2d" in shown
-
-
 def test_values_that_are_not_finite_in_training_mode_alone(program, cwd):
     with_tools(insert_before(program, "last layer", RARE))
-    failed = run_in(program, f"{TRAIN} --seed 2", cwd, code=1)
-    done = run_in(program, command_of(failed.stderr), cwd)
+    failed = call(f"{program}/{TRAIN} --seed 2", cwd, code=1)
+    done = run(f"{program}/{command_of(failed.stderr)}", cwd)
     assert re.search(r"first not finite: output of model\.layers\.\d+, Rare$", done.stdout, re.MULTILINE)
     assert "nan" not in re.search(r"highest losses.*", done.stdout)[0]
 
@@ -220,30 +147,18 @@ def test_values_that_are_not_finite_in_training_mode_alone(program, cwd):
 # ---- what is wrong
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--out_dir RUN --step 0", "--step 0: the first step is 1"),
-        ("--out_dir RUN --step 58", "--step 58: the last step of RUN is 57"),
-        ("--out_dir RUN --step many", "argument --step: invalid int value"),
-        ("--out_dir RUN", "the following arguments are required: --step"),
-        ("--out_dir nowhere --step 1", "--out_dir nowhere: no such run"),
-        ("--step 1", "--out_dir train_out: no such run"),
-        ("RUN --step 1", "unrecognized arguments: RUN"),
-        ("--out_dir RUN --step 1 --keep nowhere/batch.pt", "--keep nowhere/batch.pt: there is no such directory"),
-    ],
-)
-def test_a_mistake_is_one_line(options, message, logged, tmp_path):
+def test_a_mistake_is_one_line(logged, tmp_path):
     folder = str(run_dir(logged))
-    options, message = options.replace("RUN", folder), message.replace("RUN", folder)
-    done = call(f"tools/replay.py {options}", tmp_path, code=2)
-    assert done.stderr.startswith("replay.py: error: ") and done.stderr.count("\n") == 1 and message in done.stderr
-    assert not [*tmp_path.iterdir()]
+    for options, words in {
+        "--out_dir RUN --step 0": "--step 0 1",
+        "--out_dir RUN --step 58": "--step 58 RUN 57",
+        "--out_dir RUN": "--step",
+        "--out_dir nowhere --step 1": "--out_dir nowhere",
+        "--out_dir RUN --step 1 --keep nowhere/batch.pt": "--keep nowhere/batch.pt",
+    }.items():
+        refuses(f"tools/replay.py {options}".replace("RUN", folder), tmp_path, *words.replace("RUN", folder).split())
 
 
 def test_a_step_after_the_last_of_a_run_that_was_killed(tmp_path):
     interrupt(f"train.py {SMALL} --epochs 3000 --log_interval 1 --checkpoint_interval 2", tmp_path, kill_group)
-    before = without_locks(tmp_path)
-    done = call("tools/replay.py --step 12001", tmp_path, code=2)
-    assert done.stderr == "replay.py: error: --step 12001: the run has 12000 steps\n"
-    assert without_locks(tmp_path) == before
+    refuses("tools/replay.py --step 12001", tmp_path, "--step 12001", "12000")

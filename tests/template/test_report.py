@@ -2,7 +2,6 @@
 resumed run is the same. And how a run ends."""
 
 import signal
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from helpers import (
     assert_whole_checkpoints,
     call,
     checkpoint,
+    copied,
     execute,
     history,
     last_summary,
@@ -178,29 +178,26 @@ def test_a_loss_that_is_not_finite_is_neither_saved_nor_logged(program, cwd):
 # ---- best.ckpt
 
 
-def test_best_ckpt_is_a_link_to_the_checkpoint_of_its_step(alone):
-    """Of a step between two saves it is a file of its own."""
-    folder = run_dir(alone(SAVED)) / "checkpoints"
+NO_LINK = "def no_link(*paths):\n    raise PermissionError\n\n\nimport os\n\nos.link = no_link\n\n\n"
+
+
+def test_best_ckpt_is_a_link_to_the_checkpoint_of_its_step(alone, program, cwd):
+    """Of a step between two saves it is a file of its own; where there are no links, a copy."""
     step = checkpoint(alone(SAVED), "best")["step"]
-    assert (folder / "best.ckpt").samefile(folder / f"step-{step:08d}.ckpt")
     assert checkpoint(alone(BETWEEN), "best")["step"] == step and checkpoint(alone(BETWEEN), "best")["due"] == []
-
-
-def test_best_ckpt_is_a_copy_where_there_are_no_links(alone, program, cwd):
-    code = "def no_link(*paths):\n    raise PermissionError\n\n\nimport os\n\nos.link = no_link\n\n\n"
-    insert_before(program, "functions", code)
+    insert_before(program, "functions", NO_LINK)
     call(f"{program}/train.py {SAVED}", cwd)
     assert_same_best(cwd, alone(SAVED))
-    folder = run_dir(cwd) / "checkpoints"
-    step = checkpoint(cwd, "best")["step"]
-    assert not (folder / "best.ckpt").samefile(folder / f"step-{step:08d}.ckpt")
-    assert [*folder.glob("*.tmp")] == []
+    for folder, is_link in ((alone(SAVED), True), (cwd, False)):
+        path = run_dir(folder) / "checkpoints" / "best.ckpt"
+        assert path.samefile(path.with_name(f"step-{step:08d}.ckpt")) == is_link
+        assert [*path.parent.glob("*.tmp")] == []
 
 
 @pytest.mark.parametrize("options", [SAVED, BETWEEN], ids=["saved", "between two saves"])
-def test_a_run_is_resumed_from_best_ckpt_alone(options, alone, cwd):
+def test_a_run_is_resumed_from_best_ckpt_alone(options, alone, tmp_path):
     """The others may have been deleted to save space."""
-    call(f"train.py {options}", cwd)
+    cwd = copied(alone(options), tmp_path)
     for path in run_dir(cwd).glob("checkpoints/step-*.ckpt"):
         path.unlink()
     set_running(run_dir(cwd))
@@ -220,23 +217,18 @@ def test_a_validation_that_is_still_due_is_made_whatever_the_options_of_the_resu
 # ---- how a run ends
 
 
-def after_report(program: Path, code: str) -> Path:
-    """Puts lines of code at the end of the loop."""
-    text = (insert_after(program, "step is done", "") / "train.py").read_text()
-    end = "        report()\n    return run.finish()\n"
-    assert text.count(end) == 1
-    changed = end.replace("    return", f"{textwrap.indent(code, ' ' * 8)}\n    return")
-    (program / "train.py").write_text(text.replace(end, changed))
-    return program
+BREAK = "if step == 6:\n    report()\n    break"
 
 
-BREAK = "if step == 6:\n    break"
+def with_break(program: Path) -> Path:
+    """As at the end of the loop."""
+    return insert_after(program, ("train.py", "train", 'state["due"] = plan.due(step)'), BREAK)
 
 
 @DEVICES
 def test_a_break_finishes_the_run(devices, program, cwd):
     """Its last step is saved, without a validation; a resume makes no step, unless the plan has more of them."""
-    done = execute(f"{after_report(program, BREAK)}/train.py {SAVED} {devices}", cwd)
+    done = execute(f"{with_break(program)}/train.py {SAVED} {devices}", cwd)
     assert "finished after 6 of 12 steps" in done.stdout
     assert newest(cwd) == 6 and last_summary(cwd)["state"] == "finished"
     torch.testing.assert_close(checkpoint(cwd, "step-00000006")["model"], weights(cwd), atol=0, rtol=0)
@@ -250,7 +242,7 @@ def test_a_break_finishes_the_run(devices, program, cwd):
 
 @pytest.mark.parametrize("change", ["open model.pt.tmp 1", "os.rename summary.json.tmp 4"])
 def test_a_break_whose_end_a_kill_has_cut_off_is_finished_by_a_resume(change, program, cwd, tmp_path):
-    kill_before(change, f"{after_report(program, BREAK)}/train.py {SAVED}", cwd, tmp_path)
+    kill_before(change, f"{with_break(program)}/train.py {SAVED}", cwd, tmp_path)
     assert newest(cwd) == 6 and last_summary(cwd)["state"] == "running"
     done = call("train.py --resume auto", cwd)
     assert "finished after 6 of 12 steps" in done.stdout

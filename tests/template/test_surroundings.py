@@ -23,6 +23,7 @@ from helpers import (
     assert_whole_checkpoints,
     call,
     clean_environment,
+    copied,
     end_of,
     is_running,
     kill_group,
@@ -39,7 +40,7 @@ from mistakes import assert_one_line, refuses
 # ---- the lock of a run
 
 
-def test_a_run_that_copies_its_own_directory_keeps_its_lock(tmp_path, program, cwd):
+def test_a_run_that_copies_its_own_directory_keeps_its_lock_and_tells_of_a_directory_that_is_gone(program, cwd):
     """A lock of the process would end when the copy of .lock is closed."""
     copy = 'if step == 20:\n    shutil.copytree(run.directory.path, run.directory.path.parent / "copy")'
     insert_before(program, "step is done", copy)
@@ -49,9 +50,14 @@ def test_a_run_that_copies_its_own_directory_keeps_its_lock(tmp_path, program, c
         wait_for((cwd / "copy" / ".lock").exists)
         wait_for(lambda: newest(cwd) > 24)
         assert_one_line(run("train.py --resume auto", cwd, code=2), "--resume", run_dir(cwd).name)
+        run_dir(cwd).rename(cwd / "gone")
+        wait_for(lambda: process.poll() is not None)
     finally:
-        kill_group(process)
-        end_of(process, pids)
+        if process.poll() is None:
+            kill_group(process)
+        lines = end_of(process, pids)
+    assert_one_line(subprocess.CompletedProcess("train.py", 1, "", "\n".join(lines)), "[Errno 2] No such file")
+    assert process.returncode == 1
 
 
 def test_a_lock_ends_with_the_run_although_its_data_workers_live_on(tmp_path):
@@ -71,20 +77,17 @@ def test_a_lock_ends_with_the_run_although_its_data_workers_live_on(tmp_path):
 # ---- processes of the user
 
 UPLOAD = """
-import multiprocessing
-import time
-
+import multiprocessing, time
 
 def upload():
     time.sleep(3)
     open("uploaded", "w").close()
 
-
 """
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_process_that_the_loop_has_started_is_not_ended_with_the_data_workers(workers, tmp_path, program, cwd):
+def test_a_process_that_the_loop_has_started_is_not_ended_with_the_data_workers(workers, program, cwd):
     insert_before(program, "functions", UPLOAD)
     insert_after(program, "step is done", "if step == 2:\n    multiprocessing.Process(target=upload).start()")
     run(f"{program}/train.py {SMALL} --max_steps 4 --num_workers {workers}", cwd)
@@ -100,36 +103,30 @@ CHILD = "import time; print('began', flush=True); time.sleep(60)"
 """
 STARTS_A_PROGRAM = """
 if torch.utils.data.get_worker_info() and not hasattr(self, "child"):
-    self.child = subprocess.Popen(["python", "-c", CHILD], stdout=subprocess.PIPE{options})
+    self.child = subprocess.Popen(["python", "-c", CHILD], stdout=subprocess.PIPE, start_new_session=True)
     self.child.stdout.readline()
-    open(f"program-{{self.child.pid}}", "w").close()
+    open(f"program-{self.child.pid}", "w").close()
 """
 
 
-def with_a_program(program: Path, options: str = "") -> Path:
-    """Its data workers start a program each, like ffmpeg."""
-    insert_before(program, "build_datasets", IN_A_WORKER)
-    return insert_before(program, "fetch", STARTS_A_PROGRAM.format(options=options))
-
-
-def test_a_program_that_a_data_worker_has_started_does_not_ignore_signals(tmp_path, program, cwd):
-    process, pids = started(cwd, "--num_workers 1", repo=with_a_program(program))
-    (pid, *_) = [int(path.name.partition("-")[2]) for path in cwd.glob("program-*")]
-    os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not is_running(pid))
-    kill_group(process)
-    end_of(process, pids)
-
-
-def test_with_a_session_of_its_own_a_program_of_a_data_worker_outlives_a_signal_to_the_group(tmp_path, program, cwd):
-    """So the run can save. docs/data.md says so."""
-    repo = with_a_program(program, ", start_new_session=True")
-    process, pids = started(cwd, f"--num_workers 1 {ON_2}", repo=repo)
-    terminate_group(process)
+def assert_stops_and_saves(process: subprocess.Popen, cwd: Path) -> None:
     out, error = process.communicate(timeout=300)
-    for path in cwd.glob("program-*"):
-        os.kill(int(path.name.partition("-")[2]), signal.SIGKILL)
     assert_stopped_and_saved(subprocess.CompletedProcess([], process.returncode, out, error), cwd)
+
+
+def test_a_program_that_a_data_worker_has_started_does_not_ignore_signals(program, cwd):
+    """Like ffmpeg. With a session of its own it outlives a signal to the group, so the run can save: docs/data.md."""
+    insert_before(program, "build_datasets", IN_A_WORKER)
+    insert_before(program, "fetch", STARTS_A_PROGRAM)
+    process, _ = started(cwd, f"--num_workers 1 {ON_2}", repo=program)
+    first, *others = [int(path.name.partition("-")[2]) for path in cwd.glob("program-*")]
+    os.kill(first, signal.SIGTERM)
+    wait_for(lambda: not is_running(first))
+    terminate_group(process)
+    wait_for(lambda: process.poll() is not None)
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)  # they have its stderr
+    assert_stops_and_saves(process, cwd)
 
 
 def test_data_workers_can_be_started_by_spawn(tmp_path, program, cwd):
@@ -147,15 +144,14 @@ def test_data_workers_can_be_started_by_spawn(tmp_path, program, cwd):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("script", ["train.py", "test.py"])
-def test_a_stop_iteration_of_a_dataset_is_an_error(script, workers, tmp_path, program, cwd):
+def test_a_stop_iteration_of_a_dataset_is_an_error(script, workers, finished, program, tmp_path):
     """Elsewhere in Python it is the end of the data: of an epoch, or of an evaluation."""
-    call(f"train.py {SMALL} --max_steps 2", cwd)
-    insert_before(
-        program, "fetch", "if len(index := torch.as_tensor(indices)) > 1 and 100 in index:\n    next(iter([]))"
-    )
+    cwd = copied(finished.parent, tmp_path)
+    code = "if len(index := torch.as_tensor(indices)) > 1 and 100 in index:\n    next(iter([]))"
+    insert_before(program, "fetch", code)
     options = f"{SMALL} --limit_train_batches 1.0 --out_dir other" if script == "train.py" else "--accelerator cpu"
     error = run(f"{program}/{script} {options} --num_workers {workers}", cwd, code=1).stderr
-    assert "RuntimeError: a dataset, or its collate_fn, has raised StopIteration" in error
+    assert "RuntimeError: " in error and "collate_fn" in error and "StopIteration" in error
     assert not [*cwd.glob("*/test_*.json")]
 
 
@@ -165,32 +161,26 @@ def test_a_stop_iteration_of_a_dataset_is_an_error(script, workers, tmp_path, pr
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
 def test_further_signals_stop_and_save(number, tmp_path):
     """submitit sends SIGUSR2; a limit of CPU time gives SIGXCPU."""
-    process, pids = started(tmp_path)
+    process, _ = started(tmp_path)
     os.kill(process.pid, number)
-    out, error = process.communicate(timeout=300)
-    assert_stopped_and_saved(subprocess.CompletedProcess([], process.returncode, out, error), tmp_path)
+    assert_stops_and_saves(process, tmp_path)
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored(tmp_path):
     """As for a job in the background, or after `trap '' INT`."""
     script = f"trap '' INT; exec {sys.executable} {REPO / SLOW}"
-    process = subprocess.Popen(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    wait_for(lambda: process.poll() is not None or newest(tmp_path) > 8)
-    process.send_signal(signal.SIGINT)
-    before = newest(tmp_path)
-    wait_for(lambda: process.poll() is not None or newest(tmp_path) > before + 8)
-    assert process.poll() is None
-    process.terminate()
-    process.communicate(timeout=300)
-    assert process.returncode == PREEMPTED
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=clean_environment(), **quiet)
+    try:
+        wait_for(lambda: process.poll() is not None or newest(tmp_path) > 8)
+        process.send_signal(signal.SIGINT)
+        before = newest(tmp_path)
+        wait_for(lambda: process.poll() is not None or newest(tmp_path) > before + 8)
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(timeout=300) == PREEMPTED
+    finally:
+        process.kill()
 
 
 # ---- the working directory
@@ -211,15 +201,6 @@ def test_a_library_that_changes_the_working_directory_does_not_move_the_run(tmp_
 
 
 # ---- disks
-
-
-def test_a_directory_that_is_gone_while_the_run_writes_is_told_in_one_line(tmp_path):
-    process, pids = started(tmp_path)
-    run_dir(tmp_path).rename(tmp_path / "gone")
-    (line,) = end_of(process, pids)
-    assert process.returncode == 1
-    done = subprocess.CompletedProcess("train.py", 1, "", line)
-    assert_one_line(done, "[Errno 2] No such file")
 
 
 @contextmanager
@@ -251,10 +232,7 @@ import errno
 def testzip(self):
     raise OSError(errno.EIO, "Input/output error")
 
-
 zipfile.ZipFile.testzip = testzip
-
-
 """
 
 
@@ -288,14 +266,13 @@ def test_a_run_that_waits_for_the_datasets_of_another_one_says_so(tmp_path, prog
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_wait_for_each_other_say_where(rank, tmp_path, program, cwd):
+def test_ranks_that_wait_for_each_other_say_where(rank, program, cwd):
     """A collective that one rank alone calls: each rank names the line of the user's file where it waited."""
     code = f"if step == 6 and fabric.global_rank == {rank}:\n    fabric.barrier()\n    fabric.barrier()"
     insert_before(program, "step is done", code)
     error = run(f"{program}/train.py {SMALL} --timeout 3 {ON_2}", cwd, code=1).stderr
-    number = next(
-        number for number, line in enumerate((program / "train.py").read_text().splitlines(), 1) if "barrier" in line
-    )
+    lines = (program / "train.py").read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if "barrier" in line)
     places = re.findall(r"rank (\d): another process .*; this rank waited in (\w+\.py):(\d+)", error)
     assert places, error[-600:]
     mine = [int(line) for found, file, line in places if int(found) == rank and file == "train.py"]
@@ -303,16 +280,12 @@ def test_ranks_that_wait_for_each_other_say_where(rank, tmp_path, program, cwd):
     assert_whole_checkpoints(cwd)
 
 
-def test_a_name_in_umlauts_is_printed_where_stdout_is_ascii(tmp_path: Path):
-    printed = run(f"train.py {SMALL} --epochs 1 --out_dir Größe", tmp_path, PYTHONIOENCODING="ascii").stdout
+def test_a_run_needs_no_other_program_and_stdout_may_be_ascii(tmp_path: Path):
+    """Such as git, or a shell, which a small container does not have. The name is in umlauts."""
+    command = f"train.py {SMALL} --epochs 1 --out_dir Größe"
+    printed = run(command, tmp_path, PATH=str(tmp_path), PYTHONIOENCODING="ascii").stdout
     assert re.search(r"^run directory \d+-\d+-Gr\\xf6\\xdfe$", printed, re.MULTILINE)
-    assert run_dir(tmp_path, "Größe").is_dir()
-
-
-def test_a_run_needs_no_other_program(tmp_path: Path):
-    """Such as git, or a shell, which a small container does not have."""
-    run(f"train.py {SMALL} --epochs 1", tmp_path, PATH=str(tmp_path))
-    (provenance,) = run_dir(tmp_path).glob("provenance/*.txt")
+    (provenance,) = run_dir(tmp_path, "Größe").glob("provenance/*.txt")
     assert "branch.oid" not in provenance.read_text()
 
 
@@ -322,26 +295,19 @@ def test_no_folder_for_temporary_files_is_told_in_one_line(program: Path, cwd: P
 
 
 REFUSES = """
-import builtins
-import errno
-import os
+import builtins, errno, os
 
 open_file = builtins.open
-
 
 def refuse(*args):
     raise OSError(errno.EINVAL, "refused")
 
-
 def without_append(path, mode="r", *args, **options):
-    if mode == "a" and str(path).endswith("metrics.csv"):
-        refuse()
-    return open_file(path, mode, *args, **options)
-
+    is_refused = mode == "a" and str(path).endswith("metrics.csv")
+    return (refuse if is_refused else open_file)(path, mode, *args, **options)
 
 os.fsync = refuse
 builtins.open = without_append
-
 
 """
 
