@@ -57,7 +57,7 @@ from helpers import (  # noqa: E402
     weights,
 )
 from killer import kill_before, remove_what_is_no_run  # noqa: E402
-from test_logging import values, wandb_id, wandb_records  # noqa: E402
+from wandb_files import values, wandb_id, wandb_records  # noqa: E402
 
 # 60 epochs of 8 steps, saved and logged every second step: 4 seconds of training.
 LONG = (

@@ -39,9 +39,9 @@ from helpers import (
 )
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_logging import values, wandb_id, wandb_records
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
+from wandb_files import values, wandb_id, wandb_records
 
 FITTED = diff("docs/trained_model.md", "Preprocessing that was fitted")
 PRETRAINED = diff("docs/trained_model.md", "save_pretrained at the end")
