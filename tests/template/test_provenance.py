@@ -55,19 +55,15 @@ def files(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
 
 
-def test_a_run_has_the_source_files_and_each_checkpoint_the_config(program, trained):
-    """No others: the six, those of runtime/, what has been imported, and the rest of its package."""
-    (code,) = codes(trained)
+def test_a_run_has_its_source_files_and_config_and_is_resumed_by_its_own_copy(program, trained, copy, tmp_path):
+    """No other files: the six, those of runtime/, what has been imported, and the rest of its package. The copy also
+    repeats the run, with the same weights. The config is in each checkpoint."""
+    (code,) = codes(copy)
     assert files(code) == {name: text for name, text in files(program).items() if name != "make_data.py"}
     assert {path for path in files(code) if "/" not in path} == {path.name for path in REPO.glob("*.py")}
     for path in trained.glob("checkpoints/*.ckpt"):
         config = torch.load(path, weights_only=True)["checkpoint"]["config"]
         assert config == (trained / "config.yaml").read_text() == to_yaml(read_config(TrainConfig, trained))
-
-
-def test_a_run_is_repeated_and_resumed_by_its_own_copy(trained, copy, tmp_path):
-    """With the same weights."""
-    (code,) = codes(copy)
     call(f"{code}/train.py {CSV} --epochs 1 --root_dir again", tmp_path)
     ours, theirs = (torch.load(run / "model.pt", weights_only=True) for run in (trained, run_dir(tmp_path / "again")))
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
@@ -76,43 +72,34 @@ def test_a_run_is_repeated_and_resumed_by_its_own_copy(trained, copy, tmp_path):
 
 
 def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited, copy, tmp_path):
+    """The files are kept once per state. Where the model no longer fits, they are named, too."""
     replace(edited, "use of dropout", "0.0")
     (edited / "parts" / "deep" / "blocks.py").write_text("SCALE = 2\n")
     (edited / "make_data.py").write_text("SCALE = 2\n")
     changed = "changed since: train.py, parts/deep/blocks.py\n"
     tested = call(f"{edited}/test.py", tmp_path).stdout
     assert f"{copy.name}/checkpoints/best.ckpt on 380 test samples; {changed}" in tested
-    resumed = call(f"{edited}/train.py --resume auto --epochs 2", tmp_path).stdout
-    assert f"step-00000004.ckpt; {changed}" in resumed
-    assert len(codes(copy)) == 2  # once per state
-    again = call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
-    assert "changed since" not in again
+    assert f"step-00000004.ckpt; {changed}" in call(f"{edited}/train.py --resume auto --epochs 2", tmp_path).stdout
     assert len(codes(copy)) == 2
-
-
-def test_files_that_have_changed_are_named_where_the_model_no_longer_fits(edited, copy, tmp_path):
+    assert "changed since" not in call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
+    assert len(codes(copy)) == 2
     replace(edited, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
-    tested = call(f"{edited}/test.py", tmp_path, code=2).stdout
-    assert "best.ckpt on 380 test samples; changed since: model.py\n" in tested
-    words = ("step-00000004.ckpt; changed since: model.py", "Error(s) in loading")
-    assert_one_line(call(f"{edited}/train.py --resume auto --epochs 2", tmp_path, code=2), *words)
+    done = call(f"{edited}/train.py --resume auto --epochs 4", tmp_path, code=2)
+    assert_one_line(done, "step-00000012.ckpt; changed since: model.py", "Error(s) in loading")
 
 
-@pytest.mark.parametrize(
-    "name, point, file",
-    [("train.py", "optimizer steps", "__file__"), ("model.py", "digits", "__file__.replace('data.py', 'model.py')"),
-     ("train.py", "build_datasets", "__file__.replace('data.py', 'train.py')")],
-)  # fmt: skip
-def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran(name, point, file, edited, cwd):
-    """And has changed since: in a step, while the data is loaded, which may take minutes, or while the packages are
-    imported."""
-    insert_before(edited, point, f"open({file}, 'a').write('# edited\\n')")
-    before = (edited / name).read_text()
+def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran_and_has_changed_since(edited, cwd):
+    """In a step, while the data is loaded, which may take minutes, or while the packages are imported."""
+    places = {"train.py": "build_datasets", "model.py": "digits", "config.py": "optimizer steps"}
+    for name, point in places.items():
+        insert_before(edited, point, f"open({str(edited / name)!r}, 'a').write('# edited\\n')")
+    before = {name: (edited / name).read_text() for name in places}
     call(f"{edited}/train.py {CSV} --max_steps 1", cwd)
     (code,) = codes(run_dir(cwd))
-    assert (edited / name).read_text() == before + "# edited\n"
-    assert (code / name).read_text() == before
-    assert f"changed since: {name}\n" in call(f"{edited}/test.py", cwd).stdout
+    for name, text in before.items():
+        assert (edited / name).read_text() == text + "# edited\n"
+        assert (code / name).read_text() == text
+    assert "changed since: train.py, config.py, model.py\n" in call(f"{edited}/test.py", cwd).stdout
 
 
 def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
@@ -158,8 +145,7 @@ def test_what_is_no_source_file_of_the_run_and_files_that_nobody_may_write(edite
 
 
 def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, copy, tmp_path):
-    """The path of one in a run means that run. Weights alone need a run; of a checkpoint that is not there, those that
-    are there are named."""
+    """The path of one in a run means that run. Weights alone need a run."""
     here = tmp_path / "here"
     here.mkdir()
     expected = call(f"{program}/test.py", tmp_path).stdout.splitlines()[3:5]
@@ -171,9 +157,7 @@ def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, cop
     shutil.copytree(copy, older)
     found = call(f"{program}/test.py --checkpoint {older.name}/checkpoints/best.ckpt", tmp_path).stdout
     assert f"results {older.name}/test_test_best.json" in found
-
     shutil.copy(copy / "model.pt", tmp_path)
     refuses(f"{program}/test.py --checkpoint ../model.pt", here, "config.yaml")
     assert "accuracy" in call(f"{program}/test.py --checkpoint model.pt --out_dir {copy}", tmp_path).stdout
-    words = ("--checkpoint", f"{copy}", "['step-00000004.ckpt', 'best.ckpt']")
-    refuses(f"{program}/test.py --checkpoint {copy}/checkpoints/nothing.ckpt", tmp_path, *words)
+    refuses(f"{program}/test.py --checkpoint {copy}/checkpoints/nothing.ckpt", tmp_path, "--checkpoint", f"{copy}")
