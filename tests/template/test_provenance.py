@@ -56,9 +56,14 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def test_a_run_has_its_source_files_and_config_and_is_resumed_by_its_own_copy(program, trained, copy, tmp_path):
-    """No other files: the six, those of runtime/, what has been imported, and the rest of its package. The copy also
-    repeats the run, with the same weights. The config is in each checkpoint."""
+    """No other files: the six, those of runtime/, what has been imported, and the rest of its package. A copy of them
+    that a kill has cut off is made again. It also repeats the run, with the same weights. The config is in each
+    checkpoint."""
     (code,) = codes(copy)
+    (code / "train.py").write_text("")
+    code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
+    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
+    assert codes(copy) == [code]
     assert files(code) == {name: text for name, text in files(program).items() if name != "make_data.py"}
     assert {path for path in files(code) if "/" not in path} == {path.name for path in REPO.glob("*.py")}
     for path in trained.glob("checkpoints/*.ckpt"):
@@ -67,7 +72,7 @@ def test_a_run_has_its_source_files_and_config_and_is_resumed_by_its_own_copy(pr
     call(f"{code}/train.py {CSV} --epochs 1 --root_dir again", tmp_path)
     ours, theirs = (torch.load(run / "model.pt", weights_only=True) for run in (trained, run_dir(tmp_path / "again")))
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
-    assert "finished after 8 of 8" in call(f"{code}/train.py --resume train_out --epochs 2", tmp_path).stdout
+    assert "finished after 12 of 12" in call(f"{code}/train.py --resume train_out --epochs 3", tmp_path).stdout
     assert codes(copy) == [code]
 
 
@@ -102,46 +107,33 @@ def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran_and_has_changed
     assert "changed since: train.py, config.py, model.py\n" in call(f"{edited}/test.py", cwd).stdout
 
 
-def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
-    (code,) = codes(copy)
-    (code / "train.py").write_text("")
-    code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
-    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
-    assert codes(copy) == [code] and files(code)["train.py"] == (program / "train.py").read_text()
-
-
-def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint(edited, cwd):
-    """Here in a validation; a resume names it, whether it has imported it or not."""
-    (edited / "late.py").write_text("SCALE = 1\n")
-    insert_before(edited, "validation", "import late")
-    call(f"{edited}/train.py {CSV} --epochs 2", cwd)
-    first, second = (files(code) for code in sorted(codes(run_dir(cwd)), key=lambda code: len(files(code))))
-    assert {*second} - {*first} == {"late.py"}
-    (edited / "late.py").write_text("SCALE = 2\n")
-    for command in ("test.py --checkpoint last", "train.py --resume auto --epochs 3"):
-        assert "; changed since: late.py\n" in call(f"{edited}/{command}", cwd).stdout
-
-
-def test_what_is_no_source_file_of_the_run_and_files_that_nobody_may_write(edited, cwd):
-    """What a virtual environment in the project has; a folder; a link to nowhere, such as Emacs makes while a buffer is
-    not saved. The others are those of an installation that several users share: the copies can be written. Where
-    nothing has changed, nothing is said, and nothing is copied again."""
+def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint_and_what_is_installed_does_not(edited, cwd):
+    """Here in a validation; a resume names it, whether it has imported it or not. No source file is what a virtual
+    environment in the project has, a folder, or a link to nowhere, such as Emacs makes while a buffer is not saved.
+    Nobody may write the files, as in an installation that several users share: the copies can be written."""
     site = edited / ".venv" / "lib" / "site-packages"
     site.mkdir(parents=True)
     (site / "library.py").write_text("")
+    late = edited / "late.py"
+    late.write_text("SCALE = 1\n")
     insert_before(edited, "functions", f"import sys\n\nsys.path.append({str(site)!r})\nimport library\n\n\n")
+    insert_before(edited, "validation", "import late")
     for path in edited.rglob("*.py"):
         path.chmod(0o444)
     (edited / ".#train.py").symlink_to("me@host.1:2")
     (edited / "folder.py").mkdir()
-    call(f"{edited}/train.py {CSV} --epochs 1", cwd)
-    (code,) = codes(run_dir(cwd))
-    copies = files(code)
-    assert [name for name in copies if "library" in name] == []
-    assert all(path.stat().st_mode & 0o200 for path in code.rglob("*.py"))
-    for command in ("test.py", "train.py --resume auto --epochs 2"):
-        assert "changed since" not in call(f"{edited}/{command}", cwd).stdout
-    assert codes(run_dir(cwd)) == [code] and files(code) == copies
+    call(f"{edited}/train.py {CSV} --epochs 2", cwd)
+    first, second = sorted(codes(run_dir(cwd)), key=lambda code: len(files(code)))
+    assert {*files(second)} - {*files(first)} == {"late.py"}
+    assert [name for name in files(second) if "library" in name] == []
+    assert all(path.stat().st_mode & 0o200 for path in second.rglob("*.py"))
+    for changed in (False, True):
+        if changed:
+            late.chmod(0o644)
+            late.write_text("SCALE = 2\n")
+        for command in ("test.py --checkpoint last", f"train.py --resume auto --epochs {4 if changed else 3}"):
+            printed = call(f"{edited}/{command}", cwd).stdout
+            assert ("; changed since: late.py\n" in printed) == ("changed since" in printed) == changed
 
 
 def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, copy, tmp_path):
