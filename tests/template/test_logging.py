@@ -220,9 +220,12 @@ def test_wandb_has_a_row_before_the_next_one_and_its_id_is_not_that_of_the_seed(
     [pytest.param("--project a/b", "a/b", [], id="it is refused"),
      pytest.param("--base_lr 1e30 --log_interval 1", "loss", [1], id="it diverges")],
 )  # fmt: skip
-def test_wandb_and_the_summary_know_that_a_run_has_failed(options, words, codes, tmp_path):
+def test_wandb_the_summary_and_train_log_know_that_a_run_has_failed(options, words, codes, tmp_path):
     done = run(f"train.py {SMALL} --logger_name csv wandb {options}", tmp_path, code=1, HOME=str(tmp_path))
-    assert words in done.stderr.splitlines()[-1]
+    said = done.stderr.splitlines()[-1].removeprefix("train.py: error: ")
+    assert words in said
+    if codes:  # otherwise it ended before it had a log
+        assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].endswith(said)
     assert last_summary(tmp_path)["state"] == "failed"
     paths = run_dir(tmp_path).glob("logs/wandb/offline-run-*/*.wandb")
     assert exit_codes([record for path in paths for record in wandb_records(path)]) == codes
@@ -248,10 +251,11 @@ def test_provenance_tells_what_ran_where_with_what_at_each_start(resumed, tmp_pa
 def test_provenance_has_the_commit_of_the_code_and_names_what_differs_from_it(tmp_path):
     """Also when started elsewhere; run directories in the repository are no changes of it. No program runs that the
     configuration of the repository names, and its index is neither locked nor written."""
-    repo, elsewhere, was_run = tmp_path / "repo", tmp_path / "elsewhere", tmp_path / "hook_was_run"
+    repo, hook = tmp_path / "repo", tmp_path / "hook"
     repo.mkdir()
-    elsewhere.mkdir()
     shutil.copy(REPO / ".gitignore", copy_programs(repo))
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/hook_was_run\n")
+    hook.chmod(0o755)
 
     def git(*command: str) -> str:
         command = ["git", "-C", repo, "-c", "user.name=a", "-c", "user.email=b", *command]
@@ -260,19 +264,14 @@ def test_provenance_has_the_commit_of_the_code_and_names_what_differs_from_it(tm
     git("init")
     git("add", ".")
     git("commit", "-m", "first")
-    commit = git("rev-parse", "HEAD").strip()
-    hook = tmp_path / "hook"
-    hook.write_text(f"#!/bin/sh\ntouch {was_run}\n")
-    hook.chmod(0o755)
     git("config", "core.fsmonitor", str(hook))
     os.utime(repo / "train.py", (0, 0))  # git would note the new time in its index
     index = (repo / ".git" / "index").read_bytes()
-    for cwd, changed in ((repo, []), (elsewhere, ["model.py"])):
+    for cwd, changed in ((repo, []), (tmp_path, ["model.py"])):
         call(f"{repo}/train.py {SMALL} --max_steps 1 --logger_name csv", cwd)
         (path,) = run_dir(cwd).glob("provenance/*.txt")
         found = path.read_text().splitlines()
-        assert f"# branch.oid {commit}" in found
         assert [line.split()[-1] for line in found if line.startswith(("1 .", "? "))] == changed
         (repo / "model.py").write_text((repo / "model.py").read_text() + "# changed\n")
-    assert not was_run.exists()
-    assert (repo / ".git" / "index").read_bytes() == index
+    assert (repo / ".git" / "index").read_bytes() == index and not (tmp_path / "hook_was_run").exists()
+    assert f"# branch.oid {git('rev-parse', 'HEAD').strip()}" in found
