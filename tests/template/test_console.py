@@ -10,10 +10,8 @@ import struct
 import sys
 import termios
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import zygote
 from edits import insert_after, replace
 from helpers import (
@@ -23,31 +21,24 @@ from helpers import (
     SMALL,
     call,
     clean_environment,
-    kill_group,
+    end_of,
     last_summary,
     run,
     run_dir,
     start,
-    wait_for,
+    started,
 )
-from mistakes import assert_one_line
 
-from runtime.console import Console, format_row
+from model import Model
+from runtime.console import Console
 
 # ---- header and table
 
 
-@pytest.fixture(scope="module")
-def default(tmp_path_factory) -> tuple[str, Path]:
-    """What a default run of two epochs prints, and its folder."""
-    cwd = tmp_path_factory.mktemp("default")
-    return run("train.py --epochs 2 --accelerator cpu", cwd).stdout, cwd
-
-
-def test_what_a_run_prints_and_keeps_in_its_log_and_summary(default):
+def test_what_a_run_prints_and_keeps_in_its_log_and_summary(tmp_path):
     """The header says what will happen. The output fits into 80 columns, and values end where their names do. train.log
     has what was printed, and goes on after a resume."""
-    printed, cwd = default
+    printed = call("train.py --epochs 2 --accelerator cpu", tmp_path).stdout
     lines = printed.splitlines()
     assert lines[:7] == [
         "1 x cpu, 1 CPU thread(s), precision 32-true",
@@ -56,22 +47,27 @@ def test_what_a_run_prints_and_keeps_in_its_log_and_summary(default):
         "effective_batch_size 64 = 1 device(s) x 64 micro_batch_size x 1 grad_accum_steps",
         "lr 0.004 = base_lr 0.004 scaled by rule linear, after 19 steps of warm-up",
         "38 steps = 2 epochs x 19 steps",
-        f"run directory {run_dir(cwd).name}",
+        f"run directory {run_dir(tmp_path).name}",
     ]
     assert max(map(len, lines)) <= 80
     first = next(i for i, line in enumerate(lines) if line.split()[:2] == ["epoch", "step"])
     ends = [[match.end() for match in re.finditer(r"\S+", line)] for line in lines[first : first + 3]]
     assert ends[0] == ends[1] == ends[2] and len(ends[0]) == 6
-    log = run_dir(cwd) / "train.log"
+    log = run_dir(tmp_path) / "train.log"
     assert log.read_text() == printed
-    summary = last_summary(cwd)
+    summary = last_summary(tmp_path)
     assert summary["state"] == "finished" and summary["step"] == summary["checkpoint"] == 38
     assert summary["parameters"] == 58314 and 0 < summary["seconds"] < 600
     assert {"train/loss", "val/loss", "val/accuracy", "lr", "samples_per_second"} <= summary["last"].keys()
     assert summary["best"] == summary["last"]["best"] and summary["best_step"] == 38
-    more = call(f"train.py --resume {run_dir(cwd).name} --epochs 3", cwd).stdout
+    more = call(f"train.py --resume {run_dir(tmp_path).name} --epochs 3", tmp_path).stdout
     assert log.read_text() == printed + more[more.index("1 x cpu") :]
-    assert f"resumed from {run_dir(cwd).name}" in more[more.index("1 x cpu") :]
+    assert f"resumed from {run_dir(tmp_path).name}" in more[more.index("1 x cpu") :]
+
+
+def test_summary_prints_the_modules_of_the_model(tmp_path):
+    printed = call(f"train.py {SMALL} --max_steps 1 --summary", tmp_path).stdout
+    assert str(Model((1, 8, 8), 10, width=4)) in printed
 
 
 def console_of(monitor: str) -> Console:
@@ -83,38 +79,37 @@ def test_the_names_come_again_where_the_columns_change(tmp_path, capsys):
     console = console_of("val/loss")
     console.table({"epoch": 1.0, "lr": 0.1, "val/loss": 0.5}, 1)
     console.open_log(tmp_path)
-    console.table({"epoch": 2.0, "lr": 0.1, "val/loss": 0.25}, 2)
+    console.table({"epoch": 2.0, "lr": 2.7277393194555355e-05, "val/loss": 0.25}, 2)
     row = {"epoch": 3.0, "lr": 0.1, "train/mine": 1, "train/grad_norm": 2.0, "val/loss": 0.125}
     console.table(row | {"samples_per_second": 9.0}, 3)
     expected = [
         ("epoch", "step", "val/loss", "lr"),
         ("1", "1", "0.5", "0.1"),
-        ("2", "2", "0.25", "0.1"),
+        ("2", "2", "0.25", "2.7277e-05"),
         ("epoch", "step", "train/mine", "val/loss", "lr"),
         ("3", "3", "1", "0.125", "0.1"),
     ]
     printed = capsys.readouterr().out
     assert [tuple(line.split()) for line in printed.splitlines()] == expected
     assert (tmp_path / "train.log").read_text() == printed
-    assert format_row(["lr"], [2.7277393194555355e-05]) == "2.7277e-05"  # longer than its name
 
 
 def test_the_table_is_no_wider_than_the_terminal_and_names_what_it_leaves_out(capsys, monkeypatch):
-    """The losses and the monitored value are always there, then come others, as far as they fit."""
-    monkeypatch.setenv("COLUMNS", "80")
-    console = console_of("val/last")
+    """The losses and the monitored value are always there, then come others, as far as they fit: first those of the
+    validation."""
+    always = ["epoch", "step", "train/loss", "val/loss", "val/last"]
     others = {f"train/auxiliary_loss_{number}": 1.0 for number in range(9)}
-    console.table({"epoch": 1.0, "lr": 0.1, "train/loss": 0.5, **others, "val/loss": 0.25, "val/last": 3.0}, 1)
-    *told, names, values = capsys.readouterr().out.splitlines()
-    assert names.split() == ["epoch", "step", "train/loss", "val/loss", "val/last", "lr"]
-    assert values.split() == ["1", "1", "0.5", "0.25", "3", "0.1"]
-    assert sorted(told) == [f"logged, but not in this table: {name}" for name in others]
-    monkeypatch.setenv("COLUMNS", "82")
-    console = console_of("val/last")
     row = {"epoch": 1.0, "lr": 0.1, "train/loss": 0.5, **others, "val/loss": 0.25, "val/last": 3.0, "val/f1": 0.5}
-    console.table(row, 1)  # values of the validation come before others
-    *_, names, _ = capsys.readouterr().out.splitlines()
-    assert names.split() == ["epoch", "step", "train/loss", "val/loss", "val/last", "val/f1", "lr"]
+    for columns, left_out, names in (
+        ("20", ["lr", *others, "val/f1"], always),
+        ("81", ["lr", *others], [*always, "val/f1"]),
+        ("82", [*others], [*always, "val/f1", "lr"]),
+    ):
+        monkeypatch.setenv("COLUMNS", columns)
+        console_of("val/last").table(row, 1)
+        *told, found, values = capsys.readouterr().out.splitlines()
+        assert found.split() == names and len(values.split()) == len(names)
+        assert sorted(told) == [f"logged, but not in this table: {name}" for name in left_out]
 
 
 def test_no_warning_and_one_header_in_two_processes(tmp_path):
@@ -150,42 +145,17 @@ def test_a_terminal_has_a_progress_bar_with_loss_metric_and_time_left(tmp_path):
     assert "step/s" not in (run_dir(tmp_path) / "train.log").read_text()
 
 
-@pytest.mark.parametrize("of_cluster", [{}, pytest.param({"TQDM_DISABLE": "1"}, marks=pytest.mark.night)])
-def test_without_a_terminal_a_line_of_progress_comes_twice_a_minute(of_cluster: dict, tmp_path: Path):
-    """On stderr, also where the environment disables bars."""
+def test_without_a_terminal_a_line_of_progress_comes_twice_a_minute(tmp_path):
+    """On stderr, also where the environment disables bars, or has them draw a line for many steps alone."""
     program = replace(tmp_path / "program", INTERVAL, "0.1 if self.is_terminal else 0")
-    done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, **of_cluster)
+    env = {"TQDM_DISABLE": "1", "TQDM_MINITERS": "1000"}
+    done = run(f"{program}/train.py {SMALL} --log_interval 2", tmp_path, **env)
     lines = done.stderr.splitlines()
     assert len([line for line in lines if " 15/20 [" in line]) == 1 and "step/s" not in done.stdout
     assert any(re.search(r"15/20 \[.*, train/loss=2\.\d+, val/accuracy=0\.\d+\]", line) for line in lines)
 
 
-WITH_TQDM_MONITOR = """
-import time
-from contextlib import ExitStack
-from types import SimpleNamespace
-from tqdm import tqdm
-from runtime.console import Console
-tqdm.monitor_interval = 0.01
-with ExitStack() as resources:
-    console = Console(SimpleNamespace(is_global_zero=True), "val/loss", 0, 10, resources)
-    for _ in range(10):
-        console.bar.update()
-        time.sleep(0.05)
-"""
-
-
-@pytest.mark.night
-def test_no_bar_is_drawn_without_a_terminal_also_if_the_environment_sets_tqdm(tmp_path):
-    """Not by tqdm's thread either, which draws a bar that has not moved for long, whatever its delay."""
-    script = tmp_path / "script.py"
-    script.write_text(WITH_TQDM_MONITOR)
-    settings = {"TQDM_MINITERS": "1000", "TQDM_MAXINTERVAL": "0.01", "PYTHONPATH": str(REPO)}
-    assert run(str(script), tmp_path, **settings).stderr == ""
-
-
-@pytest.mark.parametrize("reader", ["gone", "/dev/full"])
-def test_a_run_needs_no_reader(reader: str, tmp_path: Path):
+def test_a_run_needs_no_reader(tmp_path):
     """As in `python train.py | head -1`. A resume says what changes, test.py which run it took: before torch is there,
     and the results behind it."""
     for command in (
@@ -193,11 +163,8 @@ def test_a_run_needs_no_reader(reader: str, tmp_path: Path):
         f"train.py --resume auto {SMALL} --epochs 2",
         "test.py --accelerator cpu --predictions",
     ):
-        if reader == "gone":
-            read, output = os.pipe()
-            os.close(read)
-        else:
-            output = os.open(reader, os.O_WRONLY)
+        read, output = os.pipe()
+        os.close(read)
         process = start(command, tmp_path, stdout=output)
         os.close(output)
         error = process.communicate(timeout=300)[1]
@@ -206,82 +173,53 @@ def test_a_run_needs_no_reader(reader: str, tmp_path: Path):
     assert last_summary(tmp_path)["step"] == 8 and (run_dir(tmp_path) / "test_test_best.json").exists()
 
 
-ENDLESS = "train.py --accelerator cpu --width 4 --epochs 1000"
-
-
 def test_a_signal_is_obeyed_where_nobody_reads_stderr_any_more(tmp_path):
-    process = start(ENDLESS, tmp_path)
-    try:
-        assert any("run directory" in line for line in process.stdout)
-        process.stdout.close()
-        process.stderr.close()
-        process.terminate()
-        assert process.wait(timeout=300) == PREEMPTED
-    finally:
-        if process.poll() is None:
-            kill_group(process)
+    process, _ = started(tmp_path)
+    process.stdout.close()
+    process.stderr.close()
+    process.terminate()
+    assert process.wait(timeout=300) == PREEMPTED
     assert last_summary(tmp_path)["state"] == "interrupted"
 
 
 # ---- summary.json
 
 
-@pytest.mark.parametrize("name", ["seconds", "last", "checkpoint", None])
-def test_a_damaged_summary_does_not_keep_a_run_from_going_on(name, tmp_path):
-    call(f"train.py {SMALL}", tmp_path)
-    summary = last_summary(tmp_path)
-    text = json.dumps(summary | {name: [1]}) if name else "["
-    (run_dir(tmp_path) / "summary.json").write_text(text)
-    call("train.py --resume train_out --epochs 6", tmp_path)
-    assert last_summary(tmp_path).keys() == summary.keys() and last_summary(tmp_path)["step"] == 24
-
-
-def test_a_signal_is_answered_at_once_and_the_state_is_running_then_interrupted_and_at_last_finished(tmp_path):
-    process = start(ENDLESS, tmp_path)
-    try:
-        wait_for(lambda: process.poll() is not None or any(tmp_path.glob("*/summary.json")))
-        begun = last_summary(tmp_path)
-        wait_for(lambda: process.poll() is not None or last_summary(tmp_path)["step"] >= 38)  # the second save
-        first = last_summary(tmp_path)
-        process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=300)[1]
-    finally:
-        if process.poll() is None:
-            kill_group(process)
+def test_a_signal_is_answered_and_the_state_is_running_then_interrupted_and_at_last_finished(tmp_path):
+    """What a resume writes is that of the checkpoint and its own, also where the file was damaged."""
+    process, pids = started(tmp_path)
+    first = last_summary(tmp_path)
+    process.send_signal(signal.SIGINT)
+    (line,) = end_of(process, pids)
     assert process.returncode == PREEMPTED
-    (line,) = error.split("\n")[1:-1]  # below that of ^C
     assert "at the end of a step" in line and "second Ctrl-C" in line
-    assert begun["state"] == first["state"] == "running" and begun["parameters"] == first["parameters"]
-    assert first["step"] == first["checkpoint"] and first["step"] % 19 == 0 and "val/accuracy" in first["last"]
-    assert "checkpoint" not in begun
+    assert first["state"] == "running" and first["step"] == first["checkpoint"] and "val/accuracy" in first["last"]
     second = last_summary(tmp_path)
     assert second["state"] == "interrupted" and second["checkpoint"] == second["step"] >= first["step"]
-    call(f"train.py --resume train_out --max_steps {second['step'] + 500}", tmp_path)  # longer than an end takes
+    damaged = second | {"seconds": [1], "last": 1, "checkpoint": "best"}
+    (run_dir(tmp_path) / "summary.json").write_text(json.dumps(damaged))
+    call(f"train.py --resume train_out --max_steps {second['step'] + 100}", tmp_path)  # longer than an end takes
     third = last_summary(tmp_path)
     assert third["state"] == "finished" and third["seconds"] > second["seconds"] > first["seconds"]
+    assert third.keys() == second.keys() and third["parameters"] == first["parameters"]
 
 
-def test_the_summary_of_a_resume_has_what_that_of_the_run_had(tmp_path):
-    """Also before its next save. By the checkpoint the run knows that it is not a new one, if all files are lost."""
-    slow = insert_after(tmp_path / "slow", "step is done", "import time\n\ntime.sleep(1)")
-    call(f"{slow}/train.py {SMALL} --epochs 1", tmp_path)
+SLOW_AND_KILLED = """
+import os, time
+
+time.sleep(1)
+if step == 5:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_summary_has_a_checkpoint_as_soon_as_it_is_there_and_a_resume_what_that_of_the_run_had(tmp_path):
+    """Also before its next save."""
+    killed = insert_after(tmp_path / "killed", "step is done", SLOW_AND_KILLED)
+    run(f"{killed}/train.py {SMALL}", tmp_path, code=-signal.SIGKILL)
+    assert last_summary(tmp_path)["checkpoint"] == 4
     fails = insert_after(tmp_path / "fails", "step is done", "raise ValueError(step)")
-    call(f"{fails}/train.py --resume auto --epochs 2", tmp_path, code=1)
+    call(f"{fails}/train.py --resume auto", tmp_path, code=1)
     summary = last_summary(tmp_path)
     assert summary["state"] == "failed" and summary["checkpoint"] == 4 and 4 < summary["seconds"] < 600
     assert "train/loss" in summary["last"]
-
-
-def test_the_summary_has_a_checkpoint_as_soon_as_it_is_there(tmp_path):
-    kill = "import os\n\nif step == 5:\n    os.kill(os.getpid(), 9)"
-    program = insert_after(tmp_path / "program", "step is done", kill)
-    run(f"{program}/train.py {SMALL}", tmp_path, code=-signal.SIGKILL)
-    assert last_summary(tmp_path)["checkpoint"] == 4
-
-
-def test_a_run_that_failed_says_so(tmp_path):
-    done = call(f"train.py {SMALL} --base_lr 1e30 --lr_schedule constant", tmp_path, code=1)
-    assert_one_line(done, "loss")
-    assert last_summary(tmp_path)["state"] == "failed"
-    said = done.stderr.removeprefix("train.py: error: ").strip()
-    assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1] == f"runtime.errors.RunError: {said}"

@@ -55,111 +55,89 @@ def files(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
 
 
-def test_a_run_has_the_source_files_and_each_checkpoint_the_config(program, trained):
-    """No others: the six, those of runtime/, what has been imported, and the rest of its package."""
-    (code,) = codes(trained)
+def test_a_run_has_its_source_files_and_config_and_is_resumed_by_its_own_copy(program, trained, copy, tmp_path):
+    """No other files: the six, those of runtime/, what has been imported, and the rest of its package. A copy of them
+    that a kill has cut off is made again. It also repeats the run, with the same weights. The config is in each
+    checkpoint."""
+    (code,) = codes(copy)
+    (code / "train.py").write_text("")
+    code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
+    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
+    assert codes(copy) == [code]
     assert files(code) == {name: text for name, text in files(program).items() if name != "make_data.py"}
     assert {path for path in files(code) if "/" not in path} == {path.name for path in REPO.glob("*.py")}
     for path in trained.glob("checkpoints/*.ckpt"):
         config = torch.load(path, weights_only=True)["checkpoint"]["config"]
         assert config == (trained / "config.yaml").read_text() == to_yaml(read_config(TrainConfig, trained))
-
-
-def test_a_run_is_repeated_and_resumed_by_its_own_copy(trained, copy, tmp_path):
-    """With the same weights."""
-    (code,) = codes(copy)
     call(f"{code}/train.py {CSV} --epochs 1 --root_dir again", tmp_path)
     ours, theirs = (torch.load(run / "model.pt", weights_only=True) for run in (trained, run_dir(tmp_path / "again")))
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
-    assert "finished after 8 of 8" in call(f"{code}/train.py --resume train_out --epochs 2", tmp_path).stdout
+    assert "finished after 12 of 12" in call(f"{code}/train.py --resume train_out --epochs 3", tmp_path).stdout
     assert codes(copy) == [code]
 
 
 def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited, copy, tmp_path):
+    """The files are kept once per state. Where the model no longer fits, they are named, too."""
     replace(edited, "use of dropout", "0.0")
     (edited / "parts" / "deep" / "blocks.py").write_text("SCALE = 2\n")
     (edited / "make_data.py").write_text("SCALE = 2\n")
     changed = "changed since: train.py, parts/deep/blocks.py\n"
     tested = call(f"{edited}/test.py", tmp_path).stdout
     assert f"{copy.name}/checkpoints/best.ckpt on 380 test samples; {changed}" in tested
-    resumed = call(f"{edited}/train.py --resume auto --epochs 2", tmp_path).stdout
-    assert f"step-00000004.ckpt; {changed}" in resumed
-    assert len(codes(copy)) == 2  # once per state
-    again = call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
-    assert "changed since" not in again
+    assert f"step-00000004.ckpt; {changed}" in call(f"{edited}/train.py --resume auto --epochs 2", tmp_path).stdout
     assert len(codes(copy)) == 2
-
-
-def test_files_that_have_changed_are_named_where_the_model_no_longer_fits(edited, copy, tmp_path):
+    assert "changed since" not in call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
+    assert len(codes(copy)) == 2
     replace(edited, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
-    tested = call(f"{edited}/test.py", tmp_path, code=2).stdout
-    assert "best.ckpt on 380 test samples; changed since: model.py\n" in tested
-    words = ("step-00000004.ckpt; changed since: model.py", "Error(s) in loading")
-    assert_one_line(call(f"{edited}/train.py --resume auto --epochs 2", tmp_path, code=2), *words)
+    done = call(f"{edited}/train.py --resume auto --epochs 4", tmp_path, code=2)
+    assert_one_line(done, "step-00000012.ckpt; changed since: model.py", "Error(s) in loading")
 
 
-@pytest.mark.parametrize(
-    "name, point, file",
-    [("train.py", "optimizer steps", "__file__"), ("model.py", "digits", "__file__.replace('data.py', 'model.py')"),
-     ("train.py", "build_datasets", "__file__.replace('data.py', 'train.py')")],
-)  # fmt: skip
-def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran(name, point, file, edited, cwd):
-    """And has changed since: in a step, while the data is loaded, which may take minutes, or while the packages are
-    imported."""
-    insert_before(edited, point, f"open({file}, 'a').write('# edited\\n')")
-    before = (edited / name).read_text()
+def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran_and_has_changed_since(edited, cwd):
+    """In a step, while the data is loaded, which may take minutes, or while the packages are imported."""
+    places = {"train.py": "build_datasets", "model.py": "digits", "config.py": "optimizer steps"}
+    for name, point in places.items():
+        insert_before(edited, point, f"open({str(edited / name)!r}, 'a').write('# edited\\n')")
+    before = {name: (edited / name).read_text() for name in places}
     call(f"{edited}/train.py {CSV} --max_steps 1", cwd)
     (code,) = codes(run_dir(cwd))
-    assert (edited / name).read_text() == before + "# edited\n"
-    assert (code / name).read_text() == before
-    assert f"changed since: {name}\n" in call(f"{edited}/test.py", cwd).stdout
+    for name, text in before.items():
+        assert (edited / name).read_text() == text + "# edited\n"
+        assert (code / name).read_text() == text
+    assert "changed since: train.py, config.py, model.py\n" in call(f"{edited}/test.py", cwd).stdout
 
 
-def test_a_copy_that_a_kill_has_cut_off_is_made_again(program, copy, tmp_path):
-    (code,) = codes(copy)
-    (code / "train.py").write_text("")
-    code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
-    call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
-    assert codes(copy) == [code] and files(code)["train.py"] == (program / "train.py").read_text()
-
-
-def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint(edited, cwd):
-    """Here in a validation; a resume names it, whether it has imported it or not."""
-    (edited / "late.py").write_text("SCALE = 1\n")
-    insert_before(edited, "validation", "import late")
-    call(f"{edited}/train.py {CSV} --epochs 2", cwd)
-    first, second = (files(code) for code in sorted(codes(run_dir(cwd)), key=lambda code: len(files(code))))
-    assert {*second} - {*first} == {"late.py"}
-    (edited / "late.py").write_text("SCALE = 2\n")
-    for command in ("test.py --checkpoint last", "train.py --resume auto --epochs 3"):
-        assert "; changed since: late.py\n" in call(f"{edited}/{command}", cwd).stdout
-
-
-def test_what_is_no_source_file_of_the_run_and_files_that_nobody_may_write(edited, cwd):
-    """What a virtual environment in the project has; a folder; a link to nowhere, such as Emacs makes while a buffer is
-    not saved. The others are those of an installation that several users share: the copies can be written. Where
-    nothing has changed, nothing is said, and nothing is copied again."""
+def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint_and_what_is_installed_does_not(edited, cwd):
+    """Here in a validation; a resume names it, whether it has imported it or not. No source file is what a virtual
+    environment in the project has, a folder, or a link to nowhere, such as Emacs makes while a buffer is not saved.
+    Nobody may write the files, as in an installation that several users share: the copies can be written."""
     site = edited / ".venv" / "lib" / "site-packages"
     site.mkdir(parents=True)
     (site / "library.py").write_text("")
+    late = edited / "late.py"
+    late.write_text("SCALE = 1\n")
     insert_before(edited, "functions", f"import sys\n\nsys.path.append({str(site)!r})\nimport library\n\n\n")
+    insert_before(edited, "validation", "import late")
     for path in edited.rglob("*.py"):
         path.chmod(0o444)
     (edited / ".#train.py").symlink_to("me@host.1:2")
     (edited / "folder.py").mkdir()
-    call(f"{edited}/train.py {CSV} --epochs 1", cwd)
-    (code,) = codes(run_dir(cwd))
-    copies = files(code)
-    assert [name for name in copies if "library" in name] == []
-    assert all(path.stat().st_mode & 0o200 for path in code.rglob("*.py"))
-    for command in ("test.py", "train.py --resume auto --epochs 2"):
-        assert "changed since" not in call(f"{edited}/{command}", cwd).stdout
-    assert codes(run_dir(cwd)) == [code] and files(code) == copies
+    call(f"{edited}/train.py {CSV} --epochs 2", cwd)
+    first, second = sorted(codes(run_dir(cwd)), key=lambda code: len(files(code)))
+    assert {*files(second)} - {*files(first)} == {"late.py"}
+    assert [name for name in files(second) if "library" in name] == []
+    assert all(path.stat().st_mode & 0o200 for path in second.rglob("*.py"))
+    for changed in (False, True):
+        if changed:
+            late.chmod(0o644)
+            late.write_text("SCALE = 2\n")
+        for command in ("test.py --checkpoint last", f"train.py --resume auto --epochs {4 if changed else 3}"):
+            printed = call(f"{edited}/{command}", cwd).stdout
+            assert ("; changed since: late.py\n" in printed) == ("changed since" in printed) == changed
 
 
 def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, copy, tmp_path):
-    """The path of one in a run means that run. Weights alone need a run; of a checkpoint that is not there, those that
-    are there are named."""
+    """The path of one in a run means that run. Weights alone need a run."""
     here = tmp_path / "here"
     here.mkdir()
     expected = call(f"{program}/test.py", tmp_path).stdout.splitlines()[3:5]
@@ -171,9 +149,7 @@ def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, cop
     shutil.copytree(copy, older)
     found = call(f"{program}/test.py --checkpoint {older.name}/checkpoints/best.ckpt", tmp_path).stdout
     assert f"results {older.name}/test_test_best.json" in found
-
     shutil.copy(copy / "model.pt", tmp_path)
     refuses(f"{program}/test.py --checkpoint ../model.pt", here, "config.yaml")
     assert "accuracy" in call(f"{program}/test.py --checkpoint model.pt --out_dir {copy}", tmp_path).stdout
-    words = ("--checkpoint", f"{copy}", "['step-00000004.ckpt', 'best.ckpt']")
-    refuses(f"{program}/test.py --checkpoint {copy}/checkpoints/nothing.ckpt", tmp_path, *words)
+    refuses(f"{program}/test.py --checkpoint {copy}/checkpoints/nothing.ckpt", tmp_path, "--checkpoint", f"{copy}")

@@ -37,8 +37,8 @@ from helpers import (
 )
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_logging import values, wandb_id, wandb_records
 from torch.utils.tensorboard import SummaryWriter
+from wandb_files import values, wandb_id, wandb_records
 
 pytestmark = pytest.mark.recipes
 
