@@ -309,13 +309,6 @@ def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Pop
     ]
 
 
-def assert_told_by_ranks(error: str, words: str, program: str = "train.py") -> None:
-    """Two ranks have found the same, and each says it in a line. Rank 1 may end with rank 0 before it has done so."""
-    of_rank_0, of_rank_1 = (f"{program}: error: rank {rank}: {words}" for rank in (0, 1))
-    assert of_rank_0 in error.splitlines()
-    assert {*error.splitlines()} <= {of_rank_0, of_rank_1}
-
-
 def assert_whole_checkpoints(cwd: Path) -> None:
     assert [torch.load(path, weights_only=True) for path in cwd.glob("*/checkpoints/*.ckpt")]
 

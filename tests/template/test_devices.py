@@ -11,7 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from edits import insert_after, insert_before
-from helpers import ON_2, REPO, SMALL, call, ended_and_resumed, history, run, run_dir, save_as_of
+from helpers import (
+    LONG,
+    ON_2,
+    REPO,
+    SMALL,
+    call,
+    checkpoint,
+    ended_and_resumed,
+    history,
+    killed_and_resumed,
+    run,
+    run_dir,
+    save_as_of,
+)
 from mistakes import refuses
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,8 +66,8 @@ def test_checkpoints_of_another_machines_gpu_are_read(device: str, tmp_path):
     for path in run_dir(tmp_path).glob("checkpoints/*.ckpt"):
         with pytest.raises(RuntimeError, match=device.partition(":")[0]):
             torch.load(path, weights_only=True)
-    for checkpoint in ("best", "last"):
-        assert "accuracy" in call(f"test.py --out_dir train_out --checkpoint {checkpoint}", tmp_path).stdout
+    for name in ("best", "last"):
+        assert "accuracy" in call(f"test.py --out_dir train_out --checkpoint {name}", tmp_path).stdout
     assert "resumed from" in call("train.py --resume auto --epochs 3", tmp_path).stdout
 
 
@@ -81,6 +94,12 @@ def test_convolutions_are_deterministic_on_a_gpu_or_free_to_be_fast(deterministi
 
 
 # ---- 16-mixed
+
+
+def test_the_gradient_scaler_is_restored(scaled, tmp_path):
+    """In the middle of its growth: a scale that starts again would give other weights."""
+    _, killed = killed_and_resumed(f"{scaled}/{LONG} --max_grad_norm 1 --max_steps 60", tmp_path)
+    assert checkpoint(killed, "step-00000060")["precision"]["scale"] != 4
 
 
 def test_the_norm_that_a_step_logs_and_clips_is_that_of_unscaled_gradients(scaled, tmp_path):
