@@ -102,11 +102,12 @@ def test_what_was_cut_off_by_a_kill_is_begun_again_and_another_checkout_does_not
     end(of_copy)
 
 
-def test_what_only_one_process_cannot_read_is_told_by_it(tmp_path):
-    fails = 'import os\nif os.environ.get("LOCAL_RANK", "0") == "0":\n    open("not there")'
+@pytest.mark.parametrize("rank, code", [(0, 2), (1, 1)])
+def test_what_only_one_process_cannot_read_is_told_by_it(rank: int, code: int, tmp_path):
+    fails = f'import os\nif os.environ.get("LOCAL_RANK", "0") == "{rank}":\n    open("not there")'
     program = insert_before(tmp_path / "program", "digits", fails)
-    first, *others = run(f"{program}/{TRAIN} --devices 2", tmp_path, code=2).stderr.splitlines()
-    assert first.startswith("train.py: error: rank 0: build_datasets: ") and first.endswith("'not there'")
+    first, *others = run(f"{program}/{TRAIN} --devices 2", tmp_path, code).stderr.splitlines()
+    assert first.startswith(f"train.py: error: rank {rank}: build_datasets: ") and first.endswith("'not there'")
     assert len(others) <= 1 and all(is_lost(line, timeout=300) for line in others), others
     assert not [*tmp_path.glob("*train_out")]
 
@@ -123,35 +124,26 @@ config = replace(config, data_dir="")  # digits refuse one
 Path(f"{name} builds").touch()
 while name == "slow" and not Path("go").exists():
     time.sleep(0.02)
-if name == "failing":
-    open("not there")
 """
 
 
-@pytest.mark.parametrize(
-    "how, of_rank_1",
-    [("rank 0 is killed", "quick"), ("rank 1 is killed", "quick"), ("rank 1 fails", "failing")],
-)
-def test_the_end_of_one_process_is_noticed_while_another_one_builds(how: str, of_rank_1: str, tmp_path):
-    """At once by rank 1, though it would wait for as long as rank 0 lives, and by rank 0 when it has built. What fails
-    says so at once. All that the other one says is that it has lost it, and there is no run."""
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_end_of_one_process_is_noticed_while_another_one_builds(killed: int, tmp_path):
+    """At once by rank 1, though it would wait for as long as rank 0 lives, and by rank 0 when it has built. All that it
+    says is that it has lost the other one, and there is no run."""
     program = insert_before(tmp_path / "program", "digits", TWO_NODES)
     command = f"{program}/train.py {SMALL} --timeout 10 --num_nodes 2 --devices 1 --data_dir"
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    zero, one = (
+    processes = [
         start(f"{command} {name}", tmp_path, NODE_RANK=str(rank), TMPDIR=str(own), **env)  # a machine has its own lock
-        for rank, (name, own) in enumerate(zip(("slow", of_rank_1), folders(tmp_path, "tmp0", "tmp1"), strict=True))
-    )
+        for rank, (name, own) in enumerate(zip(("slow", "quick"), folders(tmp_path, "tmp0", "tmp1"), strict=True))
+    ]
     wait_for(lambda: len([*tmp_path.glob("* builds")]) == 2)
-    first, other = (zero, one) if how == "rank 0 is killed" else (one, zero)
-    if how != "rank 1 fails":
-        first.kill()
-    said = first.communicate(timeout=300)[1].splitlines()
-    if how == "rank 1 fails":
-        assert first.returncode == 2 and len(said) == 1
-        assert said[0].startswith("train.py: error: rank 1: build_datasets: ") and said[0].endswith("'not there'")
-    if other is zero:
-        assert zero.poll() is None
+    processes[killed].kill()
+    processes[killed].communicate(timeout=300)
+    other = processes[1 - killed]
+    if killed == 1:
+        assert other.poll() is None
         (tmp_path / "go").touch()
     (line,) = other.communicate(timeout=300)[1].splitlines()
     assert other.returncode == 1 and is_lost(line, timeout=10)

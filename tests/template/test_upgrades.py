@@ -97,47 +97,33 @@ def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Pa
     assert_both_edits_train(project)
 
 
-def test_what_was_deleted_stays_away_and_a_readme_of_ones_own_is_kept(template: Path, tmp_path: Path):
-    """Where other lines are in conflict, too, they are named, and nothing is committed before they are edited."""
+def test_what_was_deleted_stays_away_a_readme_is_kept_and_runtime_is_the_later_one(template: Path, tmp_path: Path):
+    """Where other lines are in conflict, too, they are named, and nothing is committed before they are edited. The copy
+    has edited runtime/, which then has a file that is new, and not the one that is gone."""
     names = ("README.md", "CHANGELOG.md", "tests/template/test_loop.py", "tests/project/test_project.py")
-    for name in names:
+    for name in (*names, "runtime/old.py"):
         (template / name).parent.mkdir(parents=True, exist_ok=True)
-        (template / name).write_text("first\n")
+        (template / name).write_text("# first\n")
     commit(template, "pages and tests")
-    project = clone_of(template, tmp_path)
-    shell("rm -r tests/template CHANGELOG.md; echo mine > README.md", project)
-    commit(edit_optimizer(project), "my project")
-    for name in (*names, "tests/template/test_new.py"):
-        (template / name).write_text("second\n")
-    commit(replace(edit_loss(template), "optimizer", SGD.replace("0.9", "0.8")), "later")
-    assert "CONFLICT" in shell(MERGE, project, code=1)
+    project = edit_optimizer(clone_of(template, tmp_path))
+    shell("rm -r tests/template CHANGELOG.md; echo mine | tee README.md runtime/old.py", project)
+    point = ("runtime/console.py", "", "0.1 if self.is_terminal else 30")
+    replace(project, point, "1 if self.is_terminal else 60")
+    commit(project, "my project")
+
+    for name in (*names, "tests/template/test_new.py", "runtime/new.py"):
+        (template / name).write_text("# second\n")
+    (template / "runtime" / "old.py").unlink()
+    replace(replace(template, point, "0.1 if self.is_terminal else 10"), "optimizer", SGD.replace("0.9", "0.8"))
+    commit(edit_loss(template), "later")
+    assert "runtime/console.py" in shell(MERGE, project, code=1)
+    assert "train.py" in shell(f"git merge --abort\n{RESTORE}{MERGE}", project, code=1)
     assert "train.py:" in shell(DELETE, project, code=2)
     marks = r"<<<<<<< .*?\n(.*?)=======\n.*?>>>>>>> .*?\n"
     mine = re.sub(marks, r"\1", (project / "train.py").read_text(), flags=re.DOTALL)
     (project / "train.py").write_text(mine)
     shell(DELETE.partition("\n")[2], project)
-    assert shell("git status --short", project) == ""
-    assert shell("git ls-files tests '*.md'", project).split() == ["README.md", "tests/project/test_project.py"]
-    assert (project / "README.md").read_text() == "mine\n"
-    assert_both_edits_train(project)
-
-
-def test_a_copy_gets_a_later_runtime_as_a_whole(template: Path, tmp_path: Path):
-    """With a file that is new, and without one that is gone, though the copy has edited what has changed."""
-    (template / "runtime" / "old.py").write_text("# gone later\n")
-    commit(template, "a file that is gone later")
-    project = edit_optimizer(clone_of(template, tmp_path))
-    point = ("runtime/console.py", "", "0.1 if self.is_terminal else 30")
-    replace(project, point, "1 if self.is_terminal else 60")
-    (project / "runtime" / "old.py").write_text("# mine\n")
-    commit(project, "my runtime/")
-
-    replace(edit_loss(template), point, "0.1 if self.is_terminal else 10")
-    (template / "runtime" / "old.py").rename(template / "runtime" / "new.py")
-    (template / "runtime" / "new.py").write_text("# another one\n" * 9)
-    commit(template, "later")
-    assert "CONFLICT" in shell(MERGE, project, code=1)
-    shell(f"git merge --abort\n{RESTORE}{MERGE}", project)
     assert shell("git status --short; git diff template/main -- runtime", project) == ""
-    assert not (project / "runtime" / "old.py").exists()
+    assert shell("git ls-files tests '*.md'", project).split() == ["README.md", "tests/project/test_project.py"]
+    assert (project / "README.md").read_text() == "mine\n" and not (project / "runtime" / "old.py").exists()
     assert_both_edits_train(project)

@@ -1,7 +1,6 @@
 """pyproject.toml has the ranges of the packages, requirements.txt the versions that CI tests, and versions.sh installs
 either end of the ranges. A GPU that the installed torch cannot use is said at the start."""
 
-import ast
 import os
 import re
 import shutil
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = {canonicalize_name(Requirement(line).name): Requirement(line) for line in PROJECT["dependencies"]}
 EXTRAS = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
 RANGES = DEPENDENCIES | {canonicalize_name(range_.name): range_ for range_ in EXTRAS}
-CORE = sorted([*REPO.glob("*.py"), *REPO.glob("runtime/*.py")])
 
 
 def pins(file: str) -> dict[str, Version]:
@@ -33,14 +31,6 @@ def pins(file: str) -> dict[str, Version]:
 
 NEEDED = pins("requirements.txt")
 TESTED = NEEDED | pins("requirements-dev.txt")
-
-
-def imports(file: Path) -> set[str]:
-    """The modules that a file imports, wherever in it; without what is behind a dot."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return {name.partition(".")[0] for name in names}
 
 
 def test_the_ranges_and_the_versions_that_are_tested_agree():
@@ -60,14 +50,6 @@ def test_the_command_of_the_page_makes_uv_leave_torch_alone(tmp_path: Path):
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     before["tool"]["uv"]["exclude-dependencies"] = ["torch"]
     assert tomllib.loads(after.read_text()) == before
-
-
-def test_every_package_that_a_core_file_imports_is_named():
-    known = sys.stdlib_module_names | {file.relative_to(REPO).parts[0].removesuffix(".py") for file in CORE}
-    for module in set().union(*map(imports, CORE)) - known:
-        packages = {canonicalize_name(package) for package in packages_distributions().get(module, [module])}
-        assert packages & TESTED.keys(), f"requirements.txt and pyproject.toml lack {module}"
-        assert packages & DEPENDENCIES.keys() or module == "wandb", f"{module} is imported, and is not in dependencies"
 
 
 def test_an_installation_has_no_modules(tmp_path: Path):
