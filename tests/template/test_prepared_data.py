@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from edits import insert_before
-from helpers import SMALL, TORCHRUN, call, descendants, end_of, free_port, is_lost, run_dir, start, wait_for
+from helpers import SMALL, TORCHRUN, call, folders, free_port, is_lost, run, run_dir, start, wait_for
 
 # A slow download, as people write it: into a folder that is there from the first moment on. It is whole once it has its
 # mark. A file "go" lets it end. Two at a time fail.
@@ -34,20 +34,12 @@ from dataclasses import replace
 
 config = replace(config, data_dir="")  # digits refuse one
 """
-ON_3 = TORCHRUN.replace("--nproc_per_node 2", "--nproc_per_node 3")
 TRAIN = f"train.py {SMALL} --epochs 1"
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     return insert_before(tmp_path_factory.mktemp("program"), "digits", DOWNLOAD)
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    folder = tmp_path / "download"
-    folder.mkdir()
-    return folder
 
 
 def log(folder: Path, word: str) -> list[int]:
@@ -67,17 +59,17 @@ def end(process) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher, command, num",
+    "command, num",
     [
-        pytest.param("", f"{TRAIN} --effective_batch_size 48 --devices 3", 3, id="Fabric"),
-        pytest.param(ON_3, f"{TRAIN} --effective_batch_size 48", 3, marks=pytest.mark.night, id="torchrun"),
-        pytest.param(TORCHRUN, "test.py --accelerator cpu", 2, marks=pytest.mark.night, id="test.py"),
+        pytest.param(f"{{program}}/{TRAIN} --effective_batch_size 48 --devices 3", 3, id="Fabric"),
+        pytest.param(f"{TORCHRUN} {{program}}/test.py --accelerator cpu", 2, marks=pytest.mark.night, id="torchrun"),
     ],
 )
-def test_one_of_three_processes_downloads_and_the_others_wait_for_it(launcher, command, num, program, folder, tmp_path):
+def test_one_of_three_processes_downloads_and_the_others_wait_for_it(command: str, num: int, program, tmp_path):
     if "test.py" in command:
         call(TRAIN, tmp_path)
-    process = start(f"{launcher} {program}/{command}".strip(), tmp_path, DOWNLOAD=str(folder))
+    (folder,) = folders(tmp_path, "download")
+    process = start(command.format(program=program), tmp_path, DOWNLOAD=str(folder))
     wait_for(lambda: log(folder, "began"))
     time.sleep(1)  # the others are connected: one that did not wait would call it now
     assert counts(folder) == (1, 1, 0)
@@ -87,11 +79,15 @@ def test_one_of_three_processes_downloads_and_the_others_wait_for_it(launcher, c
     assert (run_dir(tmp_path) / "model.pt").exists()
 
 
-def test_what_was_cut_off_by_a_kill_is_begun_again(program, folder, tmp_path):
+def test_what_was_cut_off_by_a_kill_is_begun_again_and_another_checkout_does_not_wait(program, tmp_path):
     """By one of the processes that have waited: these are no ranks of one run, which would be killed together."""
+    folder, other = folders(tmp_path, "download", "other")
     commands = [f"{program}/{TRAIN} --out_dir run{i}" for i in range(3)]
     processes = [start(command, tmp_path, DOWNLOAD=str(folder)) for command in commands]
     (first,) = wait_for(lambda: log(folder, "began"))
+    copy = insert_before(tmp_path / "copy", "digits", DOWNLOAD)
+    of_copy = start(f"{copy}/{TRAIN} --out_dir copy", tmp_path, DOWNLOAD=str(other))
+    wait_for(lambda: log(other, "began"))
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: len(log(folder, "began")) == 2)
     assert counts(folder) == (2, 2, 0)  # the third one waits again
@@ -101,46 +97,18 @@ def test_what_was_cut_off_by_a_kill_is_begun_again(program, folder, tmp_path):
             process.communicate(timeout=300)
         else:
             end(process)
-    assert counts(folder) == (3, 2, 1)
-
-
-def test_runs_of_another_checkout_do_not_wait_for_it_and_are_not_told_that_theirs_is_there(program, folder, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    copy = insert_before(tmp_path / "copy", "digits", DOWNLOAD)
-    first = start(f"{program}/{TRAIN}", tmp_path, DOWNLOAD=str(folder))
-    wait_for(lambda: log(folder, "began"))
-    others = [start(f"{copy}/{TRAIN} --out_dir run{i}", tmp_path, DOWNLOAD=str(other)) for i in range(2)]
-    wait_for(lambda: log(other, "began"))
-    (folder / "go").touch()
-    end(first)
-    assert counts(other) == (1, 1, 0)
+    assert counts(folder) == (3, 2, 1) and counts(other) == (1, 1, 0)
     (other / "go").touch()
-    for process in others:
-        end(process)
-    assert counts(other) == (2, 1, 1)
-
-
-def test_no_process_outlives_rank_0_that_builds(program, folder, tmp_path):
-    """It has launched the others."""
-    process = start(f"{program}/train.py {SMALL} --devices 2", tmp_path, DOWNLOAD=str(folder))
-    wait_for(lambda: log(folder, "began") and len(descendants(process.pid)) == 2)
-    pids = descendants(process.pid)
-    process.kill()
-    assert end_of(process, pids) == []
+    end(of_copy)
 
 
 @pytest.mark.parametrize("rank, code", [(0, 2), (1, 1)])
 def test_what_only_one_process_cannot_read_is_told_by_it(rank: int, code: int, tmp_path):
     fails = f'import os\nif os.environ.get("LOCAL_RANK", "0") == "{rank}":\n    open("not there")'
     program = insert_before(tmp_path / "program", "digits", fails)
-    process = start(f"{program}/{TRAIN} --devices 2", tmp_path)
-    error = process.communicate(timeout=300)[1]
-    assert process.returncode == code, error
-    first, *others = error.splitlines()
-    assert first.startswith(f"train.py: error: rank {rank}: build_datasets: ") and first.endswith("'not there'"), error
-    assert len(others) <= 1 and all(is_lost(line, timeout=300) for line in others), error
-    assert len(others) == 1 or rank == 0, error  # rank 1 may end with rank 0 before it has said so
+    first, *others = run(f"{program}/{TRAIN} --devices 2", tmp_path, code).stderr.splitlines()
+    assert first.startswith(f"train.py: error: rank {rank}: build_datasets: ") and first.endswith("'not there'")
+    assert len(others) <= 1 and all(is_lost(line, timeout=300) for line in others), others
     assert not [*tmp_path.glob("*train_out")]
 
 
@@ -156,38 +124,26 @@ config = replace(config, data_dir="")  # digits refuse one
 Path(f"{name} builds").touch()
 while name == "slow" and not Path("go").exists():
     time.sleep(0.02)
-if name == "failing":
-    open("not there")
 """
 
 
-def two_nodes(tmp_path: Path, of_rank_1: str) -> list:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_end_of_one_process_is_noticed_while_another_one_builds(killed: int, tmp_path):
+    """At once by rank 1, though it would wait for as long as rank 0 lives, and by rank 0 when it has built. All that it
+    says is that it has lost the other one, and there is no run."""
     program = insert_before(tmp_path / "program", "digits", TWO_NODES)
     command = f"{program}/train.py {SMALL} --timeout 10 --num_nodes 2 --devices 1 --data_dir"
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = []
-    for rank, name in enumerate(("slow", of_rank_1)):
-        own = tmp_path / f"tmp{rank}"  # a machine has its own lock
-        own.mkdir()
-        processes.append(start(f"{command} {name}", tmp_path, NODE_RANK=str(rank), TMPDIR=str(own), **env))
+    processes = [
+        start(f"{command} {name}", tmp_path, NODE_RANK=str(rank), TMPDIR=str(own), **env)  # a machine has its own lock
+        for rank, (name, own) in enumerate(zip(("slow", "quick"), folders(tmp_path, "tmp0", "tmp1"), strict=True))
+    ]
     wait_for(lambda: len([*tmp_path.glob("* builds")]) == 2)
-    return processes
-
-
-@pytest.mark.parametrize("how", ["rank 0 is killed", "rank 1 is killed", "rank 1 fails"])
-def test_the_end_of_one_process_is_noticed_while_another_one_builds(how: str, tmp_path):
-    """At once by rank 1, though it would wait for as long as rank 0 lives, and by rank 0 when it has built. What fails
-    says so at once. All that the other one says is that it has lost it, and there is no run."""
-    zero, one = two_nodes(tmp_path, "failing" if how == "rank 1 fails" else "quick")
-    first, other = (zero, one) if how == "rank 0 is killed" else (one, zero)
-    if how != "rank 1 fails":
-        first.kill()
-    said = first.communicate(timeout=300)[1].splitlines()
-    if how == "rank 1 fails":
-        assert first.returncode == 2 and len(said) == 1
-        assert said[0].startswith("train.py: error: rank 1: build_datasets: ") and said[0].endswith("'not there'")
-    if other is zero:
-        assert zero.poll() is None
+    processes[killed].kill()
+    processes[killed].communicate(timeout=300)
+    other = processes[1 - killed]
+    if killed == 1:
+        assert other.poll() is None
         (tmp_path / "go").touch()
     (line,) = other.communicate(timeout=300)[1].splitlines()
     assert other.returncode == 1 and is_lost(line, timeout=10)

@@ -1,7 +1,6 @@
 """pyproject.toml has the ranges of the packages, requirements.txt the versions that CI tests, and versions.sh installs
 either end of the ranges. A GPU that the installed torch cannot use is said at the start."""
 
-import ast
 import os
 import re
 import shutil
@@ -9,12 +8,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ON_2, REPO, call, run
+from helpers import REPO, call
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -23,8 +22,6 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = {canonicalize_name(Requirement(line).name): Requirement(line) for line in PROJECT["dependencies"]}
 EXTRAS = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
 RANGES = DEPENDENCIES | {canonicalize_name(range_.name): range_ for range_ in EXTRAS}
-CORE = sorted([*REPO.glob("*.py"), *REPO.glob("runtime/*.py")])
-PAGE = (REPO / "docs" / "upgrades.md").read_text()
 
 
 def pins(file: str) -> dict[str, Version]:
@@ -36,45 +33,23 @@ NEEDED = pins("requirements.txt")
 TESTED = NEEDED | pins("requirements-dev.txt")
 
 
-def imports(file: Path) -> set[str]:
-    """The modules that a file imports, wherever in it; without what is behind a dot."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return {name.partition(".")[0] for name in names}
-
-
-def test_the_ranges_the_versions_that_are_tested_and_the_page_agree():
-    """A range begins with the lowest version of the page, and has both ends; the newest of the page may be newer than
-    that of the requirements. Two versions of lightning were published with stolen credentials."""
-    documented = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)
+def test_the_ranges_and_the_versions_that_are_tested_agree():
+    """A range has both ends. Two versions of lightning were published with stolen credentials."""
     assert RANGES.keys() == TESTED.keys()
-    assert NEEDED.keys() == DEPENDENCIES.keys() | {"wandb"} == {canonicalize_name(name) for name, *_ in documented}
+    assert NEEDED.keys() == DEPENDENCIES.keys() | {"wandb"}
     for name, range_ in RANGES.items():
         operators = [specifier.operator for specifier in range_.specifier]
         assert operators.count(">=") == operators.count("<") == 1 and range_.specifier.contains(TESTED[name]), name
-    for name, lowest, newest in documented:
-        range_ = RANGES[canonicalize_name(name)].specifier
-        assert f">={lowest}" in map(str, range_) and range_.contains(newest), name
-        assert Version(newest) >= TESTED[canonicalize_name(name)], name
     assert not any(RANGES["lightning"].specifier.contains(stolen) for stolen in ("2.6.2", "2.6.3"))
 
 
 def test_the_command_of_the_page_makes_uv_leave_torch_alone(tmp_path: Path):
     shutil.copy(REPO / "pyproject.toml", tmp_path)
-    (command,) = re.findall(r"^sed .*", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^sed .*", (REPO / "docs" / "upgrades.md").read_text(), re.MULTILINE)
     before, after = tomllib.loads((REPO / "pyproject.toml").read_text()), tmp_path / "pyproject.toml"
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     before["tool"]["uv"]["exclude-dependencies"] = ["torch"]
     assert tomllib.loads(after.read_text()) == before
-
-
-def test_every_package_that_a_core_file_imports_is_named():
-    known = sys.stdlib_module_names | {file.relative_to(REPO).parts[0].removesuffix(".py") for file in CORE}
-    for module in set().union(*map(imports, CORE)) - known:
-        packages = {canonicalize_name(package) for package in packages_distributions().get(module, [module])}
-        assert packages & TESTED.keys(), f"requirements.txt and pyproject.toml lack {module}"
-        assert packages & DEPENDENCIES.keys() or module == "wandb", f"{module} is imported, and is not in dependencies"
 
 
 def test_an_installation_has_no_modules(tmp_path: Path):
@@ -87,9 +62,7 @@ def test_an_installation_has_no_modules(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=copied, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    assert {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()} == {
-        "fabric_template-0.1.dist-info",
-    }
+    assert {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"fabric_template-0.1.dist-info"}
 
 
 SCRIPT = REPO / "tests" / "template" / "versions.sh"
@@ -101,8 +74,9 @@ def wanted(folder: Path, end: str, pin: str = "") -> list[str]:
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "pip").write_text('#!/bin/bash\ncat "${@: -1}"\nexit 3\n')
     (folder / "bin" / "pip").chmod(0o755)
-    env = os.environ | {"VENV": str(folder), "PIN": pin}
-    done = subprocess.run([SCRIPT, end], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [SCRIPT, end], env=os.environ | {"VENV": str(folder), "PIN": pin}, capture_output=True, text=True
+    )
     assert done.returncode == 3, done.stderr
     *lines, comes_along = done.stdout.split()
     assert comes_along == "pytorch-lightning!=2.6.2,!=2.6.3"
@@ -111,14 +85,11 @@ def wanted(folder: Path, end: str, pin: str = "") -> list[str]:
 
 def test_versions_sh_installs_an_end_of_every_range_or_what_is_pinned(tmp_path: Path):
     lowest, newest, beyond = (wanted(tmp_path / end, end) for end in ("lowest", "newest", "beyond"))
-    ranges = [*PROJECT["dependencies"], *map(str, EXTRAS)]
-    assert [*map(Requirement, newest)] == [*map(Requirement, ranges)]
+    assert [*map(Requirement, newest)] == [*map(Requirement, PROJECT["dependencies"]), *EXTRAS]
     assert lowest == [re.sub(r">=([^,]+).*", r"==\1", line) for line in newest]
     assert beyond == [re.sub(r",<[^,]+", "", line) for line in newest]
     pinned = wanted(tmp_path / "pinned", "lowest", "Torch==2.13.0 scipy<2")
     assert {*pinned} - {*lowest} == {"Torch==2.13.0", "scipy<2"} and len(pinned) == len(lowest) + 1
-    done = subprocess.run([SCRIPT, "tests/template/test_data.py"], capture_output=True, text=True)
-    assert done.returncode == 2 and "versions.sh lowest" in done.stderr
 
 
 # ---- a GPU that torch does not use
@@ -126,12 +97,6 @@ def test_versions_sh_installs_an_end_of_every_range_or_what_is_pinned(tmp_path: 
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch uses the GPU of this machine")
 HEADER = "1 x cpu, 1 CPU thread(s), precision 32-true\n"
 SAID = f"this machine's NVIDIA GPU is not used by torch {torch.__version__}"
-HAS_DEVICE_FILE = """
-from pathlib import Path
-
-exists = Path.exists
-Path.exists = lambda path, **options: str(path) == "/dev/nvidia0" or exists(path, **options)
-"""
 
 
 @NO_GPU
@@ -150,11 +115,3 @@ def test_a_gpu_that_is_not_used_is_said_before_the_devices(options, is_there, is
     before, _, after = printed.partition(HEADER)
     assert (before.startswith(SAID) and before.count("\n") == 1) if is_said else before == ""
     assert after and "NVIDIA" not in after
-
-
-@NO_GPU
-@pytest.mark.night
-def test_a_gpu_that_is_not_used_is_said_once_by_two_processes(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(HAS_DEVICE_FILE)
-    printed = run(f"train.py --fast_run {ON_2}", tmp_path, PYTHONPATH=str(tmp_path)).stdout
-    assert printed.count("NVIDIA") == printed.count(SAID) == 1
