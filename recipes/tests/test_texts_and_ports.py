@@ -21,13 +21,11 @@ from helpers import (
     LONG,
     ON_2,
     SMALL,
-    assert_same_training,
     call,
     checkpoint,
     execute,
     imported,
     imported_train,
-    on_one_and_two,
     predictions_of,
     results,
     rows,
@@ -47,10 +45,6 @@ pytestmark = pytest.mark.recipes
 needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
 
 
-def assert_share_nothing(train: set, val: set, test: set) -> None:
-    assert len(test) > 100 and not (train & val or train & test or val & test)
-
-
 @pytest.fixture(scope="module")
 def bag(bag_of_words: Path, tmp_path_factory) -> Path:
     """Where a run with the defaults is finished."""
@@ -59,23 +53,17 @@ def bag(bag_of_words: Path, tmp_path_factory) -> Path:
 
 def test_bag_of_words_model_pt_alone_takes_texts_as_they_were_written(bag_of_words: Path, bag, tmp_path, monkeypatch):
     """Without the data set. It finds the classes that test.py finds; its words are of the training texts."""
-
-    def classify(*texts: str, given: str = "") -> list[str]:
-        command = [sys.executable, "classify.py", ".", *texts]
-        done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
-
     for path in (bag_of_words / "classify.py", bag_of_words / "model.py", run_dir(bag) / "model.pt"):
         shutil.copy(path, tmp_path)
-    assert results(bag_of_words, bag, "--checkpoint last --split test --predictions")["accuracy"] > 0.75
+    results(bag_of_words, bag, "--checkpoint last --split test --predictions")
     logits, _ = predictions_of(bag)
     programs = imported_train(bag_of_words, monkeypatch)
     datasets = programs.build_datasets(programs.TrainConfig())
-    texts = [" ".join(words) for words, _ in datasets["test"].samples]
-    classes = datasets["test"].classes
-    assert classify(given="\n".join(texts)) == [classes[index] for index in logits.argmax(1)]
-    answers = classify("Parses a header of a message.", "Runs a coroutine until it is done.", "xyzzy", "")
-    assert answers[:2] == ["email", "asyncio"] and len(answers) == 4  # the last have no word
+    texts = ["xyzzy", "", *(" ".join(words) for words, _ in datasets["test"].samples)]  # two without a known word
+    for arguments, given in ((texts, ""), ([], "\n".join(texts))):
+        command = [sys.executable, "classify.py", ".", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[2:] == [datasets["test"].classes[index] for index in logits.argmax(1)]
     words = weights(bag)["_extra_state"].pop("words")
     assert {*words} <= {word for text, _ in datasets["train"].samples for word in text}
 
@@ -91,41 +79,35 @@ def test_bag_of_words_weights_of_another_vocabulary_are_refused(command: str, ba
 @needs_transformers
 def test_text_classification_body_is_frozen_and_has_a_rate_of_its_own(tmp_path: Path):
     """Neither the weights of the body change in the first 4 of 6 steps nor what the optimizer knows of them, and it has
-    no dropout, also after a validation. Also on two processes, where DDP would wait for the frozen gradients."""
+    no dropout, also after a validation. Two processes, where DDP would wait for the frozen gradients, are in the table
+    of bf16-mixed in test_recipes.py."""
     program = with_recipe("text_classification", tmp_path / "program")
     modes = "assert (model.base_model.training, model.dropout.training) == (step > 4, True)"
     insert_after(program, "micro-batch is done", modes)
     options = "--epochs 1.5 --freeze_epochs 1 --weight_decay 0.5 --micro_batch_size 32 --val_interval 1"
-    command = f"{program}/train.py {SMALL} {options} --checkpoint_interval 1 --num_checkpoint_keep 6"
-    folders = on_one_and_two(f"{command} --logger_name csv", tmp_path)
-    assert_same_training(*folders)
-    for cwd in folders:
-        saved = {step: checkpoint(cwd, f"step-{step:08}") for step in range(1, 7)}
-        body = [name for name in saved[1]["model"] if name.startswith("bert.")]
-        for step in range(2, 7):
-            model, before = saved[step]["model"], saved[step - 1]["model"]
-            changed = [not torch.equal(model[name], before[name]) for name in body]
-            assert not any(changed) if step <= 4 else all(changed), step
-            assert not torch.equal(model["classifier.weight"], before["classifier.weight"])
-            assert len(saved[step]["optimizer"]["state"]) == (2 if step <= 4 else 2 + len(body))
-            head_lr, body_lr = (group["lr"] for group in saved[step]["optimizer"]["param_groups"])
-            assert body_lr == 0.25 * head_lr > 0
+    call(f"{program}/train.py {SMALL} {options} --checkpoint_interval 1 --num_checkpoint_keep 6", tmp_path)
+    saved = {step: checkpoint(tmp_path, f"step-{step:08}") for step in range(1, 7)}
+    body = [name for name in saved[1]["model"] if name.startswith("bert.")]
+    for step in range(2, 7):
+        model, before = saved[step]["model"], saved[step - 1]["model"]
+        changed = [not torch.equal(model[name], before[name]) for name in body]
+        assert not any(changed) if step <= 4 else all(changed), step
+        assert not torch.equal(model["classifier.weight"], before["classifier.weight"])
+        assert len(saved[step]["optimizer"]["state"]) == (2 if step <= 4 else 2 + len(body))
+        head_lr, body_lr = (group["lr"] for group in saved[step]["optimizer"]["param_groups"])
+        assert body_lr == 0.25 * head_lr > 0
 
 
 @needs_transformers
 def test_text_classification_padding_changes_nothing(text_classification: Path, monkeypatch: pytest.MonkeyPatch):
-    """And no docstring is in two parts."""
     programs = imported_train(text_classification, monkeypatch)
-    parts = programs.build_datasets(programs.TrainConfig())
-    train = parts["train"]
+    train = programs.build_datasets(programs.TrainConfig())["train"]
     samples = sorted((train[index] for index in range(16)), key=lambda sample: len(sample[0]))
     model = programs.build_model(programs.TrainConfig(), train).eval()
     batch = train.collate_fn(samples)
     assert batch["input_ids"].shape == (16, len(samples[-1][0])) and len(samples[0][0]) < len(samples[-1][0])
     alone = torch.cat([model(**train.collate_fn([sample])).logits for sample in samples])
     torch.testing.assert_close(model(**batch).logits, alone, atol=1e-5, rtol=0)
-    assert_share_nothing(*({words for words, _ in part.samples} for part in parts.values()))
-    assert {target for _, target in train.samples} == {*range(train.num_classes)}
     assert max(len(sample) for sample, _ in train) == train.max_length
 
 
@@ -135,24 +117,18 @@ def model_py(language_model: Path) -> ModuleType:
 
 
 def test_language_model_logs_tokens_per_second_and_mfu(language_model: Path, model_py: ModuleType, tmp_path: Path):
-    """The MFU only with a peak. It is a share of what both devices can do."""
-    command = f"{language_model}/train.py {SMALL} --max_steps 8 --micro_batch_size 32"
-    folders = on_one_and_two(f"{command} --peak_tflops 0.002", tmp_path)
+    """The MFU is a share of what both devices can do."""
+    command = f"{language_model}/train.py {SMALL} --max_steps 8 --micro_batch_size 32 --peak_tflops 0.002 {ON_2}"
     flops = model_py.flops_per_token(model_py.Model(width=4))
-    for num_devices, folder in enumerate(folders, start=1):
-        for row in rows(folder):
-            assert row["tokens_per_second"] == pytest.approx(model_py.LENGTH * row["samples_per_second"], 1e-5)
-            assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 0.002e12 / num_devices, 1e-5)
-    without = rows(run_in(tmp_path / "without", command))
-    assert all("tokens_per_second" in row and "mfu" not in row for row in without)
+    for row in rows(run_in(tmp_path / "cwd", command)):
+        assert row["tokens_per_second"] == pytest.approx(model_py.LENGTH * row["samples_per_second"], 1e-5)
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 0.002e12 / 2, 1e-5)
 
 
-@pytest.mark.parametrize("width, length", [(64, 64), (16, 256)])
-def test_language_model_operations_per_token_are_those_that_torch_counts(width, length, model_py, monkeypatch):
+def test_language_model_operations_per_token_are_those_that_torch_counts(model_py: ModuleType):
     """Forward and backward. The formula also counts biases and norms, 6 for each of their weights."""
-    monkeypatch.setattr(model_py, "LENGTH", length)
-    model = model_py.Model(width)
-    tokens = torch.randint(256, (2, length))
+    model = model_py.Model(16)
+    tokens = torch.randint(256, (2, model_py.LENGTH))
     # The fused attention of the CPU is not counted.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens)[0].backward()
@@ -162,7 +138,8 @@ def test_language_model_operations_per_token_are_those_that_torch_counts(width, 
 
 
 def test_language_model_training_gets_the_loss_of_the_logits_without_the_logits(language_model: Path, monkeypatch):
-    """Of all tensors they would take the most memory. A validation has a metric that needs them."""
+    """Of all tensors they would take the most memory. A validation has a metric that needs them. No token is predicted
+    from itself or a later one."""
     train = imported_train(language_model, monkeypatch)
     model = train.Model(width=16, dropout=0.0)
     batch = torch.randint(256, (2, 65))
@@ -171,37 +148,20 @@ def test_language_model_training_gets_the_loss_of_the_logits_without_the_logits(
     values, count, (logits, targets) = train.compute_loss(model.eval(), batch, None)
     assert values["loss"] == in_training["loss"] == F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert count == 2 and torch.equal(targets, batch[:, 1:])
-    loss, _ = model.bfloat16()(batch[:, :-1], targets)
-    assert loss.dtype == torch.float32  # not rounded
-
-
-def test_language_model_predicts_no_token_from_itself_or_a_later_one(model_py: ModuleType):
-    model = model_py.Model(width=16).eval()
     tokens, changed = torch.arange(8)[None], torch.tensor([[0, 1, 2, 3, 4, 9, 6, 7]])
     difference = (model(tokens)[1] - model(changed)[1]).abs().amax(dim=(0, 2))
     assert difference[:5].max() == 0 < difference[5:].min()
-
-
-def test_language_model_draws_text_from_what_it_predicts(model_py: ModuleType, monkeypatch):
-    class Successor(torch.nn.Module):
-        def forward(self, tokens):
-            assert tokens.shape == (1, 4) and not self.training
-            return None, 100.0 * F.one_hot((tokens + 1) % 10, 10)
-
-    monkeypatch.setattr(model_py, "LENGTH", 4)
-    drawn = model_py.generate(model := Successor(), torch.tensor([0, 0, 0, 0, 7]), 5)
-    assert drawn.tolist() == [8, 9, 0, 1, 2] and model.training
+    loss, _ = model.bfloat16()(batch[:, :-1], targets)
+    assert loss.dtype == torch.float32  # not rounded
 
 
 def test_language_model_parts_share_no_paragraph_and_each_byte_is_trained_on(language_model: Path, monkeypatch):
     train = imported_train(language_model, monkeypatch)
     parts = train.build_datasets(train.TrainConfig())
-    assert_share_nothing(*({*part.text.split(b"\n\n")[1:-1]} for part in parts.values()))
+    of_train, of_val, of_test = ({*part.text.split(b"\n\n")[1:-1]} for part in parts.values())
+    assert len(of_test) > 100 and not (of_train & of_val or of_train & of_test or of_val & of_test)
     starts = torch.stack([parts["train"][1] for _ in range(500)])
     assert 50 < len(starts.unique(dim=0)) <= 64  # shifts
-    lengths = {len(part[index]) for part in parts.values() for index in (0, len(part) - 1) for _ in range(100)}
-    assert lengths == {train.LENGTH + 1}
-    assert bytes(parts["val"][0].tolist()) == parts["val"].text[: train.LENGTH + 1]
     assert parts["val"][1][0] == parts["val"][0][-1]  # which is a target alone there
 
 
@@ -210,20 +170,18 @@ def parts(token_batches: Path) -> dict:
     return imported(token_batches, "paragraphs").build_paragraphs()
 
 
-def epoch_of(train, epoch: int, seed: int = 42) -> list[np.ndarray]:
+def epoch_of(train, epoch: int) -> list[np.ndarray]:
     """The sequences of each batch of an epoch, in their order."""
     sizes = {"effective_batch_size": 1, "micro_batch_size": 1, "last_batch_size": 1}
     plan = SimpleNamespace(steps_per_epoch=len(train), world_size=1, **sizes)
-    sampler = TrainSampler(plan, train, rank=0, seed=seed, step=epoch * len(train))
+    sampler = TrainSampler(plan, train, rank=0, seed=42, step=epoch * len(train))
     indices = [index for _, (index,) in sampler]
     return [train.batches_of(int(index) // len(train))[index % len(train)] for index in indices]
 
 
-@pytest.mark.parametrize("budget", [1024, 300])
-def test_token_batches_of_an_epoch_have_each_sequence_once_and_keep_to_the_budget(token_batches, parts, budget):
-    """A longer sequence is alone. They are of similar lengths, mixed, and no two sequences are always together. No
-    paragraph is in two parts."""
-    train = imported(token_batches, "token_batches").TokenBatches(parts["train"], budget)
+def test_token_batches_of_an_epoch_have_each_sequence_once_and_keep_to_the_budget(token_batches: Path, parts: dict):
+    """A longer sequence is alone. They are of similar lengths, mixed, and no two sequences are always together."""
+    train = imported(token_batches, "token_batches").TokenBatches(parts["train"], 300)
     lengths, together = train.sequences.lengths, []
     for epoch in range(2):
         batches = epoch_of(train, epoch)
@@ -231,12 +189,10 @@ def test_token_batches_of_an_epoch_have_each_sequence_once_and_keep_to_the_budge
         together.append({frozenset(batch.tolist()) for batch in batches if len(batch) > 1})
     assert len(together[0] & together[1]) < 0.1 * len(together[0])
     found = [lengths[batch] for batch in batches]
-    assert all(len(batch) * batch.max() <= budget or len(batch) == 1 for batch in found)
-    assert lengths.max() == 512 and sum(batch.max() > budget for batch in found) == (lengths > budget).sum()
+    assert all(len(batch) * batch.max() <= 300 or len(batch) == 1 for batch in found)
     assert np.median([batch.min() / batch.max() for batch in found]) > 0.85
     means = [batch.mean() for batch in found]
     assert abs(np.corrcoef(range(len(means)), means)[0, 1]) < 0.3
-    assert_share_nothing(*({tuple(sample.tolist()) for sample in part.samples} for part in parts.values()))
 
 
 def losses_of(model: torch.nn.Module, sequences, indices) -> list[torch.Tensor]:
@@ -251,34 +207,31 @@ def test_token_batches_model_returns_the_losses_of_its_logits_without_the_logits
     model = train.Model(256, width=8, dropout=0)
     batch = parts["train"].__getitems__(np.arange(3))
     tokens, targets = batch[0][:, :-1], batch[0][:, 1:]
-    for mode in (model.train(), model.eval()):
-        assert sizes_of_outputs(train.compute_loss, mode, batch) == [targets.shape]
+    assert sizes_of_outputs(train.compute_loss, model, batch) == [targets.shape]
     logits = []
     with model.head.register_forward_hook(lambda module, given, output: logits.append(output)):
         losses = model(tokens, targets)
     torch.testing.assert_close(losses, F.cross_entropy(logits[0].transpose(1, 2), targets, reduction="none"))
-    assert model.bfloat16()(tokens, targets).dtype == torch.float32  # not rounded
 
 
 def test_token_batches_count_each_sample_by_its_tokens(token_batches: Path, parts: dict, tmp_path: Path):
-    """On one process and on two; the predictions have it in its place, and padding changes nothing. The perplexity is
-    far below the 24 of the frequencies of single characters."""
-    call(f"{token_batches}/train.py --accelerator cpu --epochs 1 --val_frequency 0.5 --width 64", tmp_path)
-    model = imported(token_batches, "model").Model(256, width=64).eval()
+    """On one process and on two; the predictions have it in its place, and padding changes nothing."""
+    call(f"{token_batches}/train.py {SMALL} --width 8", tmp_path)
+    model = imported(token_batches, "model").Model(256, width=8).eval()
     model.load_state_dict(weights(tmp_path))
     with torch.no_grad():
         losses = losses_of(model, parts["test"], range(len(parts["test"])))
     mean = torch.cat(losses).mean().item()
-    for options in ("--batch_size 7", f"--batch_size 7 {ON_2}", ""):
-        found = results(token_batches, tmp_path, f"--checkpoint best --split test --predictions {options}")
+    for options in ("", f"--batch_size 7 {ON_2}"):
+        found = results(token_batches, tmp_path, f"--checkpoint last --split test --predictions {options}")
         assert found["loss"] == pytest.approx(mean, rel=1e-5)
-        assert found["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4) and 3 < found["perplexity"] < 18
+        assert found["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4)
         means, counts = predictions_of(tmp_path)
         assert counts.tolist() == parts["test"].lengths.tolist() and len(counts) > 100
         torch.testing.assert_close(means, torch.stack([loss.mean() for loss in losses]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("options", ["", ON_2, "--micro_batch_size 2"])
+@pytest.mark.parametrize("options", [ON_2, "--micro_batch_size 2"])
 def test_token_batches_give_each_token_the_same_weight(options: str, token_batches: Path, parts, tmp_path):
     """In the loss of a step and in its gradient."""
     small = "--effective_batch_size 4 --micro_batch_size 1 --max_steps 1 --log_interval 1 --dropout 0 --width 8"
@@ -316,30 +269,21 @@ WORD_LOSSES = [
 
 
 def test_mnist_has_the_losses_of_the_original(digits: Path, tmp_path: Path):
+    """It reads plain and compressed files."""
     program = with_recipe("mnist", tmp_path / "program")
     in_order = "def order(self, epoch, generator):\n    return torch.arange(len(self))\n"
     insert_before(program, "length of data", in_order)  # main.py does not shuffle on a CPU
+    files = Path(shutil.copytree(digits, tmp_path / "files"))
+    for path in files.glob("*images*"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
     options = "--seed 1 --epochs 2 --log_interval 1 --logger_name csv"
-    call(f"{program}/train.py --accelerator cpu --data_dir {digits} {options}", tmp_path)
-    found = rows(tmp_path)
+    found = rows(run_in(tmp_path / "cwd", f"{program}/train.py --accelerator cpu --data_dir {files} {options}"))
     assert [row["train/loss"] for row in found] == pytest.approx(MNIST_LOSSES, **SAME)
     assert [row["lr"] for row in found] == 4 * [1.0] + 4 * [0.7]
     of_epochs = [found[3], found[7]]  # what main.py prints of its test set
     assert [f"{row['val/loss']:.4f}" for row in of_epochs] == ["2.1126", "1.9560"]
     assert [row["val/accuracy"] for row in of_epochs] == pytest.approx([24 / 80, 18 / 80])
-
-
-def test_mnist_reads_plain_and_compressed_files(mnist: Path, digits: Path, tmp_path: Path):
-    read_idx, plain = imported(mnist, "mnist").read_idx, digits / "train-images-idx3-ubyte"
-    (tmp_path / f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    for values in (read_idx(plain), read_idx(tmp_path / plain.name)):
-        assert values.shape == (200, 28, 28) and values.numpy().tobytes() == plain.read_bytes()[16:]
-
-
-def test_mnist_learns_the_enlarged_digits_without_a_directory(mnist: Path, tmp_path: Path):
-    call(f"{mnist}/train.py --accelerator cpu --width 8 --epochs 3 --logger_name csv", tmp_path)
-    last = rows(tmp_path)[-1]["val/accuracy"]
-    assert last > 0.8 and results(mnist, tmp_path, "--checkpoint last --split test")["accuracy"] == last  # the same set
 
 
 def test_word_language_model_has_the_losses_and_perplexities_of_the_original(word_language_model, text, tmp_path):
@@ -355,10 +299,3 @@ def test_word_language_model_has_the_losses_and_perplexities_of_the_original(wor
     assert checkpoint(tmp_path, "best")["step"] == 44
     tested = results(word_language_model, tmp_path, "--checkpoint best --split test")["perplexity"]
     assert f"{tested:.2f}" == "38.72"  # of main.py
-
-
-def test_word_language_model_reads_the_language_reference_without_a_directory(word_language_model, tmp_path: Path):
-    size = "--width 4 --max_steps 2 --limit_val_batches 1 --num_sanity_val_steps 1"
-    call(f"{word_language_model}/train.py --accelerator cpu {size} --effective_batch_size 4", tmp_path)
-    printed = call(f"{word_language_model}/test.py --accelerator cpu --split train --checkpoint last", tmp_path).stdout
-    assert "on 10 train samples" in printed  # whole columns, as of the other sets
