@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, random_spl
 from config import TrainConfig
 from data import ImageDataset
 from runtime.errors import ConfigError
-from runtime.loader import Loader, Permutation, SeededBatches, TrainSampler, eval_batches
+from runtime.loader import Loader, Permutation, SeededBatches, TrainSampler, eval_batches, seeder
 from runtime.meters import Timer
 from utils import Plan, make_plan
 
@@ -125,6 +125,14 @@ def test_a_sampler_draws_from_the_whole_of_its_own_dataset():
     sampler.dataset = range(STEPS * EFFECTIVE - 1)
     with pytest.raises(ConfigError, match="96 indices, but range gives 95$"):
         next(iter(sampler))
+
+
+def test_the_generators_of_all_gpus_are_seeded_like_that_of_the_cpu(monkeypatch):
+    """Augmentation that is drawn on a GPU is resumed exactly, too."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "default_generators", 2 * (SimpleNamespace(manual_seed=seeded.append),))
+    seeder("cuda", "data", 0)(3)
+    assert seeded == 2 * [torch.initial_seed()]
 
 
 # ---- the order of very many samples

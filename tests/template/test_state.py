@@ -24,7 +24,6 @@ from helpers import (
     run,
     run_dir,
 )
-from mistakes import refuses
 from optimizers import HALVED, LOOKAHEAD
 
 from runtime.checkpoints import with_tensors
@@ -215,11 +214,6 @@ def test_a_run_with_its_own_order_is_resumed_in_the_middle_of_an_epoch(program: 
     assert interrupt(f"{program}/{LONG} --num_workers 2", cwd, kill_group).returncode == -signal.SIGKILL
     call(f"{program}/train.py --resume auto", cwd)
     assert_same_run(cwd, tmp_path)
-
-
-def test_an_own_order_that_is_too_short_is_told(program: Path, cwd: Path):
-    with_edits(program, {"before length of data": "    def order(self, epoch, generator):\n        return [0, 1]\n\n"})
-    refuses(f"{program}/train.py --accelerator cpu --fast_run", cwd, "needs 128 indices", "ImageDataset gives 2")
 
 
 @pytest.mark.parametrize("devices", ["", pytest.param(ON_2, marks=NIGHT)])
