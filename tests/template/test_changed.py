@@ -115,7 +115,7 @@ def test_a_resume_that_does_not_fit_is_refused_and_changes_nothing(then, now, op
 def test_a_fork_is_named_where_its_tool_is(stopped, program):
     command = f"{RESUME} 9 --weight_decay 0.5"
     refuses(command, stopped, "weight_decay 0.5", "tools/fork.py")
-    assert "fork" not in call(f"{with_edits(program, {})}/{command}", stopped, code=2).stderr
+    assert "tools/fork.py" not in call(f"{with_edits(program, {})}/{command}", stopped, code=2).stderr
 
 
 @pytest.mark.parametrize("option, value", [("seed", "7"), ("monitor", "val/f1"), ("dropout", "0.1")])
