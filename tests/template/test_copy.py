@@ -594,6 +594,8 @@ def commands_of_ci(copy: Path, system: str) -> list[str]:
         path.chmod(0o755)
     workflows = copy / ".github" / "workflows"
     (script,) = re.findall(r"run: bash (.+)", (workflows / "test.yml").read_text())
+    if (workflows / "night.yml").exists():
+        assert re.findall(r"run: bash (.+)", (workflows / "night.yml").read_text()) == [f"{script} night"]
     env = os.environ | {"PATH": f"{copy / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script, "night"], cwd=copy, env=env, capture_output=True, text=True, check=True)
     named = re.findall(r"(?<= )(?:tests|recipes)/\S+|(?<= )\w\S+\.txt", done.stdout)

@@ -148,7 +148,7 @@ def test_a_data_worker_goes_on_in_a_file_from_where_it_was(is_deleted: bool, tmp
     """One that is written, as by `train.py > log`, keeps one position for all: else a process would write over the
     lines of another one."""
     (tmp_path / "file").write_text("one two three")
-    with open(tmp_path / "file", buffering=0, mode="rb") as file, open(tmp_path / "log", "wb", buffering=0) as log:
+    with open(tmp_path / "file", buffering=0, mode="rb") as file, open(tmp_path / "log", "w+b", buffering=0) as log:
         assert file.read(4) == b"one "
         if is_deleted:
             (tmp_path / "file").unlink()

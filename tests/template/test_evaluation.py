@@ -275,6 +275,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(case: str, folder: Path
     command = f"{program}/test.py --accelerator cpu {options}"
     told = refuses(command, cwd, *words.format(run=folder.name).split(), how=how)
     assert f"--out_dir train_out: the run is {folder.name}\n" in told
+    assert ("changed since: model.py" in told) == case.startswith("a model that has changed")
 
 
 @pytest.mark.parametrize("options, has", [("", "best.ckpt"), ("--checkpoint last", "*.ckpt"),

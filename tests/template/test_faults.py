@@ -410,6 +410,7 @@ def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: st
     error = call(f"{program}/train.py {SMALL} --num_workers {int(mistake == IN_A_WORKER)}", cwd, code=1).stderr
     assert f'{program}/{name}", line' in error and error.strip().splitlines()[-1].startswith(told)
     assert error.startswith("Traceback (most recent call last):\n")
+    assert ("No such file or directory: 'cache.pt'" in error) == (mistake == IN_AN_EXCEPTION)  # what came before it
 
 
 def test_data_workers_end_in_order_also_without_a_validation(tmp_path):

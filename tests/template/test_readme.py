@@ -25,6 +25,7 @@ from helpers import (
     edited,
     execute,
     folders,
+    killed_and_resumed,
     needs_recipes,
     rows,
     weights,
@@ -62,11 +63,11 @@ def test_an_edit_of_the_page_trains(diff: str, options: str, tmp_path: Path):
 
 
 def test_the_statistics_of_batchnorm_are_in_model_pt_alone(tmp_path: Path):
-    """They are those of the 32 micro-batches of an epoch."""
+    """They are those of the 32 micro-batches of an epoch, also after a kill."""
     program = edited(DIFFS[-1], tmp_path)
     replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width),\n")
-    call(f"{program}/{LONG}", tmp_path)
-    final, saved = weights(tmp_path), checkpoint(tmp_path, "step-00000080")["model"]
+    _, killed = killed_and_resumed(f"{program}/{LONG}", tmp_path)
+    final, saved = weights(killed), checkpoint(killed, "step-00000080")["model"]
     others = {name for name in final if not torch.equal(final[name], saved[name])}
     assert others == {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked"}
     assert (final["layers.1.num_batches_tracked"], saved["layers.1.num_batches_tracked"]) == (32, 4 * 80)

@@ -187,8 +187,9 @@ BREAK = "if step == 6:\n    report()\n    break"
 
 @pytest.mark.parametrize("devices, killed", [("", False), (ON_2, False), ("", True)], ids=["1", "2", "killed"])
 def test_a_break_finishes_the_run(devices, killed, program, cwd, tmp_path):
-    """Its last step is saved, without a validation. A resume makes no step, unless the plan has more of them; it writes
-    model.pt if a kill came before."""
+    """Its last step is saved, without a validation. A resume makes no step, unless the plan has more of them, and it is
+    not left by a `break` at once; it writes model.pt if a kill came before."""
+    insert_before(program, "step begins", 'if state["step"] == 6:\n    break')
     insert_after(program, ("train.py", "train", 'state["due"] = plan.due(step)'), BREAK)  # as at the end of the loop
     command = f"{program}/train.py {SAVED} {devices}"
     if killed:
@@ -202,9 +203,11 @@ def test_a_break_finishes_the_run(devices, killed, program, cwd, tmp_path):
     before = without_locks(cwd)
     again = execute(f"train.py --resume auto {devices}", cwd)
     assert "finished after 6 of 12 steps" in again.stdout and without_locks(cwd) == before
-    longer = execute(f"train.py --resume auto --max_steps 13 {devices}", cwd)
-    assert "finished after 13 of 13 steps" in longer.stdout
-    assert [int(row["step"]) for row in history(cwd)] == [*range(1, 14)]
+    left = execute(f"{program}/train.py --resume auto --max_steps 13 {devices}", cwd)
+    assert "finished after 6 of 13 steps" in left.stdout and last_summary(cwd)["state"] == "finished"
+    longer = execute(f"train.py --resume auto --max_steps 14 {devices}", cwd)
+    assert "finished after 14 of 14 steps" in longer.stdout
+    assert [int(row["step"]) for row in history(cwd)] == [*range(1, 15)]
 
 
 CONTINUE = """

@@ -299,6 +299,7 @@ def test_a_new_run_is_later_by_name_than_all_others_of_its_name(tmp_path):
     as_a_run(tmp_path / "29991231-235959-other")
     for name in ("99991231-235959-train_out", "20260230-000000-train_out"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").symlink_to("nowhere")
     twins = [start(f"train.py {SMALL} --max_steps 1", tmp_path) for _ in range(2)]
     for twin in twins:
         assert (twin.communicate(timeout=300), twin.returncode)[1] == 0

@@ -192,8 +192,9 @@ CURRICULUM = {  # samples that come several times, in an order that depends on t
 
         def order(self, epoch, generator):
             print("order of epoch", epoch)
-            generator.manual_seed(epoch + int(1e4 * abs(self.progress)))
-            return torch.randint(len(self), (len(self),), generator=generator)
+            drawn = torch.randint(1 << 30, (), generator=generator).item()
+            generator.manual_seed(drawn + int(1e4 * abs(self.progress)))
+            return torch.randint(len(self), (len(self),), generator=generator).tolist()
 
     """,
     "before state": '"progress": 0.0,',

@@ -12,6 +12,7 @@ from edits import insert_after, insert_before
 from helpers import (
     ON_2,
     SMALL,
+    assert_same_best,
     assert_same_run,
     assert_stopped_and_saved,
     assert_whole_checkpoints,
@@ -181,7 +182,7 @@ def test_an_error_of_the_system_is_one_line_and_renames_nothing(
     """The function that refuses, and its error; what is run, and how it ends."""
     cwd = copied(finished.parent, tmp_path)
     monkeypatch.setattr(function, refusing(number))
-    refuses(command, cwd, words, os.strerror(number), code=code)
+    assert "on 380 test samples" not in refuses(command, cwd, words, os.strerror(number), code=code)
 
 
 def test_no_folder_for_temporary_files_is_told_in_one_line(tmp_path, monkeypatch):
@@ -189,8 +190,8 @@ def test_no_folder_for_temporary_files_is_told_in_one_line(tmp_path, monkeypatch
     refuses(f"train.py {SMALL}", tmp_path, "build_datasets", "/proc/nowhere")
 
 
-def test_a_file_system_that_refuses_to_append_and_to_sync_is_written_to(tmp_path, cwd, monkeypatch):
-    """As some of FUSE do."""
+def test_a_file_system_that_refuses_to_append_to_sync_and_to_link_is_written_to(tmp_path, cwd, monkeypatch):
+    """As some of FUSE and of memory sticks do. best.ckpt is then a copy."""
     open_file, refuse = open, refusing(errno.EINVAL)
 
     def without_append(path, mode="r", *args, **options):
@@ -201,8 +202,12 @@ def test_a_file_system_that_refuses_to_append_and_to_sync_is_written_to(tmp_path
     call(command, tmp_path)
     monkeypatch.setattr("builtins.open", without_append)
     monkeypatch.setattr("os.fsync", refuse)
+    monkeypatch.setattr("os.link", refuse)
     call(command, cwd)
     assert_same_run(cwd, tmp_path)
+    assert_same_best(cwd, tmp_path)
+    files = [*run_dir(cwd).glob("checkpoints/*")]
+    assert {path.stat().st_nlink for path in files} == {1} and {path.suffix for path in files} == {".ckpt"}
 
 
 def test_a_run_needs_no_other_program_and_stdout_may_be_ascii(tmp_path):
