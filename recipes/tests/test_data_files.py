@@ -313,8 +313,10 @@ def test_a_stream_reads_each_shard_once_but_where_it_is_cut_and_a_resume_those_o
     train, resumed = (reader.build_stream(str(files / "stream"), 64)["train"] for _ in range(2))
     opened, plain = [], reader.lines_of
     monkeypatch.setattr(reader, "lines_of", lambda path: opened.append(path) or plain(path))
+    images, targets = (np.load(files / "mapped" / f"train_{what}.npy") for what in ("images", "targets"))
     for index in train.order(0, torch.Generator().manual_seed(0)).tolist():
-        train[index]
+        image, target = train[index]
+        assert target == targets[index] and np.array_equal((image * 255).round().numpy(), images[index])
     assert len(opened) < len(train.shards) + reader.PARTS
     opened.clear()
     _, lines = next(iter(sampler_of(resumed, step=1000 * 9 + 4)))

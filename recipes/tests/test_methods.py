@@ -70,6 +70,15 @@ def test_distillation_loss_is_that_of_the_paper(distillation: Path, monkeypatch:
     assert values["loss"].item() == close(0.75 * imitation + 0.25 * F.cross_entropy(logits, targets))
 
 
+def test_distillation_teacher_has_the_weights_of_the_run(distillation: Path, finished: Path, monkeypatch):
+    train = imported_train(distillation, monkeypatch)
+    config = train.TrainConfig(teacher=str(finished))
+    dataset, fabric = train.build_datasets(config)["train"], Fabric(accelerator="cpu", devices=1)
+    teacher = train.load_teacher(fabric, config, train.build_model, dataset)
+    assert_same_weights(teacher.state_dict(), torch.load(finished / "model.pt"), atol=0)
+    assert not teacher.training
+
+
 def test_ema_average_follows_the_formula_and_is_saved(ema: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In each step, after the optimizer's: average <- decay * average + (1 - decay) * weights. The decay rises to the
     option, as a function of the step alone, so that the start is forgotten."""
@@ -303,6 +312,8 @@ def test_two_models_learn_from_what_the_other_finds_easy_or_from_what_each_does(
     first, last = [True] * 3 + [False] * 3, [False] * 3 + [True] * 3  # easy for the model; for the peer
     assert logits.grad[:, 0].ne(0).tolist() == (last if exchange else first)
     assert peer_logits.grad[:, 0].ne(0).tolist() == (first if exchange else last)
+    share_kept, config = imported(two_models, "coteaching").share_kept, SimpleNamespace(forget_rate=0.4)
+    assert [share_kept(config, epoch) for epoch in (0, 2.5, 9)] == pytest.approx([1, 0.8, 0.6])
 
 
 def test_two_models_wrong_labels_are_those_of_the_seed_and_in_the_training_set_alone(two_models: Path, monkeypatch):
@@ -338,7 +349,10 @@ def test_semi_supervised_labelled_images_follow_from_the_seed(semi_supervised: P
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     batch, unlabelled = (parts[part].__getitems__([0, 1, 2, 3]) for part in ("train", "unlabelled"))
     model = train.build_model(train.TrainConfig(), parts["train"])
+    views: list[torch.Tensor] = []
+    monkeypatch.setattr(train, "strong_view", lambda images: views.append(images) or images)
     train.compute_loss(model, (batch, (unlabelled[0], None)), train.TrainConfig())  # which needs no other labels
+    assert len(views) == 1 and views[0] is unlabelled[0]
 
 
 class Noise(torch.utils.data.Dataset):
@@ -355,7 +369,7 @@ def test_semi_supervised_streams_draw_different_samples_and_random_numbers(semi_
     """The second has three times as many samples in a micro-batch, and epochs of its own: of 100 samples, 24 in a step,
     in 4 steps, in which each comes at most once."""
     train = imported_train(semi_supervised, monkeypatch)
-    config = train.TrainConfig(effective_batch_size=8, micro_batch_size=4, unlabelled_ratio=3)
+    config = train.TrainConfig(effective_batch_size=8, micro_batch_size=4, unlabelled_ratio=3, limit_train_batches=2)
     fabric, dataset, timer = Fabric(accelerator="cpu", devices=1), Noise(), Timer(torch.device("cpu"), 1)
     plan = train.make_plan(config, len(dataset), 0, 1, 0)
     first = train.Loader(fabric, dataset, train.TrainSampler(plan, dataset, 0, config.seed), config)

@@ -36,6 +36,7 @@ from helpers import (
     folders,
     free_port,
     history,
+    imported,
     interrupt,
     kill_group,
     last_summary,
@@ -84,6 +85,15 @@ def held_thread(tmp_path_factory) -> Path:
     insert_before(program, "checkpoint is written", HELD_THREAD)
     insert_after(program, "checkpoint is written", NOTE.format("written"))
     return insert_after(program, "step is done", NOTE.format("step"))
+
+
+def test_background_save_copies_views_and_sparse_tensors_and_tied_ones_once(background_save: Path):
+    square, imaginary = torch.arange(9.0).view(3, 3), torch.ones(2) * 1j
+    parts = [square, square.t(), square.detach(), imaginary, imaginary.conj(), torch.eye(3).to_sparse()]
+    copied_to_cpu = imported(background_save, "runtime/checkpoints").copied_to_cpu
+    found = copied_to_cpu({"state": dict(enumerate(parts))})["state"]
+    assert all(torch.equal(found[number].to_dense(), part.to_dense()) for number, part in enumerate(parts))
+    assert found[0].data_ptr() == found[2].data_ptr() != square.data_ptr()
 
 
 def test_background_save_loop_goes_on_while_a_file_is_written_and_a_kill_then_costs_nothing(
