@@ -25,6 +25,7 @@ from helpers import (
     assert_same_run,
     assert_same_weights,
     call,
+    generator,
     imported,
     interrupt,
     kill_group,
@@ -50,10 +51,6 @@ from data import build_datasets
 from runtime.launch import end_workers
 
 pytestmark = pytest.mark.recipes
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_balanced_draws_each_class_equally_often(balanced: Path):

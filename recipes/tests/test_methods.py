@@ -21,6 +21,7 @@ from helpers import (
     assert_same_weights,
     call,
     checkpoint,
+    generator,
     history,
     imported,
     imported_train,
@@ -42,10 +43,6 @@ from torch import nn
 from runtime.meters import Timer
 
 pytestmark = pytest.mark.recipes
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def saved(cwd: Path) -> list[dict]:

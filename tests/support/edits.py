@@ -197,12 +197,13 @@ def end_of(text: str, code: str, pattern: Any, node: Any) -> int:
 def names_in(name: str, where: str) -> dict[str, str]:
     """The names that the variables of the points above have in a function. The points that are found once tell them,
     and by these the others are found."""
+    codes = [code for file, scope, code in POINTS.values() if (file, scope) == (name, where)]
+    text = (REPO / name).read_text() if codes else ""  # it may be a file that only a recipe has
     found: dict[str, str] = {}
     for _ in range(3):
-        for file, scope, code in POINTS.values():
-            if (file, scope) == (name, where):
-                with suppress(AssertionError):
-                    found |= place_of((REPO / name).read_text(), scope, code, found).names
+        for code in codes:
+            with suppress(AssertionError):
+                found |= place_of(text, where, code, found).names
     return (names_in(name, "train") if where == "report" else {}) | found
 
 

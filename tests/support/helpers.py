@@ -410,8 +410,7 @@ def assert_same_run(cwd: Path, other: Path) -> None:
 def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path, Path]:
     """Runs the command to its end in one folder; in another it is killed in mid-epoch, and resumed, by `resume` if that
     is given. Checks that the runs are the same, and returns the folders: left alone, killed."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
+    whole, killed = folders(tmp_path, "whole", "killed")
     execute(command, whole)
     assert interrupt(command, killed, kill_group).returncode == -signal.SIGKILL
     again = f"{command.partition(' ')[0]} --resume auto"
@@ -425,8 +424,7 @@ def killed_and_resumed(command: str, tmp_path: Path, resume=None) -> tuple[Path,
 def ended_and_resumed(command: str, tmp_path: Path, options: str = "") -> tuple[Path, Path]:
     """Runs the command for four epochs in one folder; in another for two, and again two, these with the options. Checks
     that the runs are the same, and returns the folders: left alone, resumed."""
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    whole.mkdir(), resumed.mkdir()
+    whole, resumed = folders(tmp_path, "whole", "resumed")
     execute(f"{command} --epochs 4", whole)
     execute(f"{command} --epochs 2", resumed)
     again = run if ON_2 in command else call
@@ -437,8 +435,7 @@ def ended_and_resumed(command: str, tmp_path: Path, options: str = "") -> tuple[
 
 def on_one_and_two(command: str, tmp_path: Path) -> tuple[Path, Path]:
     """Runs the command with one process and with two, each in a folder; returns the folders."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
+    one, two = folders(tmp_path, "one", "two")
     call(command, one)
     run(f"{command} {ON_2}", two)
     return one, two
@@ -560,6 +557,11 @@ def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("train", "config", "model", "data"):
         patch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("train")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """One of its own, on the CPU."""
+    return torch.Generator().manual_seed(seed)
 
 
 def sizes_of_outputs(compute_loss, model: torch.nn.Module, batch) -> list[tuple]:

@@ -17,6 +17,7 @@ from helpers import (
     assert_whole_checkpoints,
     call,
     end_of,
+    folders,
     how_to_go_on,
     last_summary,
     results,
@@ -120,8 +121,7 @@ def test_data_workers_read_from_a_file_that_the_main_process_has_opened(program,
     """They get the samples that a run without them has. In test.py as well."""
     insert_before(program, "fetch", OF_FILE)
     command = f"train.py {SMALL} --micro_batch_size 16 --epochs 2 --logger_name csv"
-    plain, cwd = tmp_path / "plain", tmp_path / "workers"
-    plain.mkdir(), cwd.mkdir()
+    plain, cwd = folders(tmp_path, "plain", "workers")
     (cwd / "numbers").write_bytes(b"".join(number.to_bytes(8, "big") for number in range(1797)))
     call(command, plain)
     call(f"{program}/{command} --num_workers 2", cwd)

@@ -21,6 +21,7 @@ from helpers import (
     children,
     descendants,
     end_of,
+    folders,
     free_port,
     history,
     how_to_go_on,
@@ -339,8 +340,7 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_run_directory_that_another_machine_sees_late_or_never(is_seen: bool, tmp_path):
     """Late over NFS; never where it has a --root_dir of its own, which is told by each rank."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir(), there.mkdir()
+    here, there = folders(tmp_path, "here", "there")
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = f"train.py {SMALL} --epochs 1 --strategy ddp --num_nodes 2 --devices 1"
     processes = [start(command, folder, NODE_RANK=str(rank), **env) for rank, folder in enumerate((here, there))]

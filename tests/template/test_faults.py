@@ -36,6 +36,7 @@ from helpers import (
     copied,
     execute,
     flip_a_bit,
+    folders,
     history,
     how_to_go_on,
     interrupt,
@@ -79,8 +80,7 @@ def assert_same(cwd: Path, other: Path) -> None:
 )  # fmt: skip
 def test_a_storm_of_kills(options: str, tmp_path):
     """Thirteen, each at a random moment of the start-up or of the training."""
-    alone, cwd = tmp_path / "alone", tmp_path / "killed"
-    alone.mkdir(), cwd.mkdir()
+    alone, cwd = folders(tmp_path, "alone", "killed")
     run(f"{STORM} {options}", alone)
     rng = random.Random(options)
     codes = []

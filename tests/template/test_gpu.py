@@ -13,6 +13,7 @@ from helpers import (
     TORCHRUN,
     assert_same_run,
     checkpoint,
+    folders,
     interrupt,
     kill_group,
     rows,
@@ -120,8 +121,7 @@ def test_a_step_never_waits_for_the_device(recipe, options, tmp_path):
 def test_killed_and_resumed_is_the_same_run(recipe, options, tmp_path):
     """In processes of their own."""
     program = program_with(recipe, tmp_path / "program")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
+    whole, killed = folders(tmp_path, "whole", "killed")
     run(f"{program}/{LONG} {options}", whole)
     assert interrupt(f"{program}/{LONG} {options}", killed, kill_group, after=0).returncode == -signal.SIGKILL
     resumed = run(f"{program}/train.py --resume auto", killed)

@@ -27,6 +27,7 @@ from helpers import (
     copied,
     execute,
     flip_a_bit,
+    folders,
     history,
     interrupt,
     kill_group,
@@ -215,8 +216,7 @@ def test_a_finished_run_whose_checkpoints_were_deleted_is_still_finished(options
 
 def test_an_early_stopped_run_is_finished_and_goes_on_with_more_patience(tmp_path):
     early = f"train.py {SMALL} --base_lr 1e-12 --val_interval 2 --logger_name csv --lr_schedule constant"
-    alone, cwd = tmp_path / "alone", tmp_path / "stopped"
-    alone.mkdir(), cwd.mkdir()
+    alone, cwd = folders(tmp_path, "alone", "stopped")
     call(f"{early} --early_stopping_patience 5", alone)
     for options, step in (("", 6), ("--resume auto", 6)):
         printed = call(f"{early} --early_stopping_patience 2 {options}", cwd).stdout
