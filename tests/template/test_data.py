@@ -20,7 +20,6 @@ from utils import Plan, make_plan
 
 SAMPLES, EFFECTIVE, MICRO, STEPS = 103, 16, 4, 6
 FABRIC = Fabric(accelerator="cpu", devices=1)
-on_1_2_and_4 = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 
 def plan_of(samples: int, effective: int, micro: int, world_size: int = 1, drop_last: bool = True) -> Plan:
@@ -58,7 +57,7 @@ def test_order_is_a_pure_function_of_seed_and_epoch():
     assert {*sum(epochs, [])} == {*range(SAMPLES)}
 
 
-@on_1_2_and_4
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_the_micro_batches_are_the_same_on_any_number_of_devices_from_any_step_on(world_size: int, drop_last: bool):
     """And so are their numbers, and with them dropout and augmentation. The rest of an epoch, 7 samples of 103, is a
@@ -77,17 +76,6 @@ def steps_of(loader: Loader, first: int, last: int) -> list:
     """The micro-batches of these steps, each with whether it is the last of its step."""
     timer = Timer(torch.device("cpu"), MICRO)
     return [found for step in range(first, last + 1) for found in loader.micro_batches(step, timer)]
-
-
-@on_1_2_and_4
-def test_the_loop_seeds_each_micro_batch_by_the_number_that_the_sampler_gives_it(world_size: int):
-    drawn, seeded = [], []
-    for rank in range(world_size):
-        drawn += [number for epoch in range(3) for number, _ in train_sampler(rank, world_size, epoch=epoch)]
-        loader = Loader(FABRIC, range(SAMPLES), train_sampler(rank, world_size), TrainConfig())
-        loader.set_seed = seeded.append
-        steps_of(loader, 1, 3 * STEPS)
-    assert drawn == seeded and sorted(drawn) == [*range(3 * STEPS * EFFECTIVE // MICRO)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -129,9 +117,6 @@ def test_the_generators_of_all_gpus_are_seeded_like_that_of_the_cpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "default_generators", 2 * (SimpleNamespace(manual_seed=seeded.append),))
     seeder("cuda", "data", 0)(3)
     assert seeded == 2 * [torch.initial_seed()]
-
-
-# ---- the order of very many samples
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 17, 257, 1217, 4097, 99_999])
@@ -193,7 +178,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, batch_size: int):
             batches_of(samples, batch_size, 0, world_size)
 
 
-# ---- the datasets of the template
+# ---- the samples: their content, their randomness, their batches
 
 
 def test_shift_moves_the_image_and_fills_with_background():
@@ -210,9 +195,6 @@ def test_shift_moves_the_image_and_fills_with_background():
     assert {each.data_ptr() for each in kept if isinstance(each, torch.Tensor) and each.ndim > 1} == {image.data_ptr()}
     with pytest.raises(ValueError, match="1 images, but 3 targets"):
         ImageDataset(image, torch.arange(3), num_classes=3)
-
-
-# ---- the randomness of the samples, and their batches
 
 
 class Pairs(Dataset):
