@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import REPO, copy_programs, insert_before, replace
+from edits import copy_programs, insert_before, replace
 from helpers import SMALL, call, run_dir
-from mistakes import assert_one_line, refuses
-
-from config import TrainConfig
-from runtime.config_file import read_config, to_yaml
+from mistakes import refuses
 
 CSV = f"{SMALL} --lr_schedule constant --logger_name csv"
 
@@ -57,27 +54,22 @@ def files(folder: Path) -> dict[str, str]:
 
 def test_a_run_has_its_source_files_and_config_and_is_resumed_by_its_own_copy(program, trained, copy, tmp_path):
     """No other files: the six, those of runtime/, what has been imported, and the rest of its package. A copy of them
-    that a kill has cut off is made again. It also repeats the run, with the same weights. The config is in each
-    checkpoint."""
+    that a kill has cut off is made again. The config is in each checkpoint."""
     (code,) = codes(copy)
     (code / "train.py").write_text("")
     code.rename(code.with_suffix(".tmp"))  # a copy has its name only once it is whole
     call(f"{program}/train.py --resume auto --epochs 2", tmp_path)
     assert codes(copy) == [code]
     assert files(code) == {name: text for name, text in files(program).items() if name != "make_data.py"}
-    assert {path for path in files(code) if "/" not in path} == {path.name for path in REPO.glob("*.py")}
     for path in trained.glob("checkpoints/*.ckpt"):
         config = torch.load(path, weights_only=True)["checkpoint"]["config"]
-        assert config == (trained / "config.yaml").read_text() == to_yaml(read_config(TrainConfig, trained))
-    call(f"{code}/train.py {CSV} --epochs 1 --root_dir again", tmp_path)
-    ours, theirs = (torch.load(run / "model.pt", weights_only=True) for run in (trained, run_dir(tmp_path / "again")))
-    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+        assert config == (trained / "config.yaml").read_text()
     assert "finished after 12 of 12" in call(f"{code}/train.py --resume train_out --epochs 3", tmp_path).stdout
     assert codes(copy) == [code]
 
 
 def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited, copy, tmp_path):
-    """The files are kept once per state. Where the model no longer fits, they are named, too."""
+    """The files are kept once per state."""
     replace(edited, "use of dropout", "0.0")
     (edited / "parts" / "deep" / "blocks.py").write_text("SCALE = 2\n")
     (edited / "make_data.py").write_text("SCALE = 2\n")
@@ -88,9 +80,6 @@ def test_a_resume_and_test_py_name_the_files_that_have_changed_and_go_on(edited,
     assert len(codes(copy)) == 2
     assert "changed since" not in call(f"{edited}/train.py --resume auto --epochs 3", tmp_path).stdout
     assert len(codes(copy)) == 2
-    replace(edited, "first layer", "nn.Conv2d(channels, width, 5, padding=2),\n")
-    done = call(f"{edited}/train.py --resume auto --epochs 4", tmp_path, code=2)
-    assert_one_line(done, "step-00000012.ckpt; changed since: model.py", "Error(s) in loading")
 
 
 def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran_and_has_changed_since(edited, cwd):
@@ -109,31 +98,25 @@ def test_a_file_that_is_edited_after_the_start_is_kept_as_it_ran_and_has_changed
 
 def test_a_file_that_is_imported_later_joins_with_the_next_checkpoint_and_what_is_installed_does_not(edited, cwd):
     """Here in a validation; a resume names it, whether it has imported it or not. No source file is what a virtual
-    environment in the project has, a folder, or a link to nowhere, such as Emacs makes while a buffer is not saved.
-    Nobody may write the files, as in an installation that several users share: the copies can be written."""
+    environment in the project has, a folder, or a link to nowhere, such as Emacs makes while a buffer is not saved."""
     site = edited / ".venv" / "lib" / "site-packages"
     site.mkdir(parents=True)
     (site / "library.py").write_text("")
-    late = edited / "late.py"
-    late.write_text("SCALE = 1\n")
+    (edited / "late.py").write_text("SCALE = 1\n")
+    (edited / "parts" / ".#rest.py").symlink_to("me@host.1:2")
+    (edited / "parts" / "folder.py").mkdir()
     insert_before(edited, "functions", f"import sys\n\nsys.path.append({str(site)!r})\nimport library\n\n\n")
     insert_before(edited, "validation", "import late")
-    for path in edited.rglob("*.py"):
-        path.chmod(0o444)
-    (edited / ".#train.py").symlink_to("me@host.1:2")
-    (edited / "folder.py").mkdir()
     call(f"{edited}/train.py {CSV} --epochs 2", cwd)
     first, second = sorted(codes(run_dir(cwd)), key=lambda code: len(files(code)))
     assert {*files(second)} - {*files(first)} == {"late.py"}
     assert [name for name in files(second) if "library" in name] == []
-    assert all(path.stat().st_mode & 0o200 for path in second.rglob("*.py"))
-    for changed in (False, True):
-        if changed:
-            late.chmod(0o644)
-            late.write_text("SCALE = 2\n")
-        for command in ("test.py --checkpoint last", f"train.py --resume auto --epochs {4 if changed else 3}"):
+    for epochs, line in ((3, ""), (4, "; changed since: late.py\n")):
+        if line:
+            (edited / "late.py").write_text("SCALE = 2\n")
+        for command in ("test.py --checkpoint last", f"train.py --resume auto --epochs {epochs}"):
             printed = call(f"{edited}/{command}", cwd).stdout
-            assert ("; changed since: late.py\n" in printed) == ("changed since" in printed) == changed
+            assert line in printed and ("changed since" in printed) == bool(line)
 
 
 def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, copy, tmp_path):
@@ -152,4 +135,3 @@ def test_a_checkpoint_that_was_moved_away_from_its_run_is_evaluated(program, cop
     shutil.copy(copy / "model.pt", tmp_path)
     refuses(f"{program}/test.py --checkpoint ../model.pt", here, "config.yaml")
     assert "accuracy" in call(f"{program}/test.py --checkpoint model.pt --out_dir {copy}", tmp_path).stdout
-    refuses(f"{program}/test.py --checkpoint {copy}/checkpoints/nothing.ckpt", tmp_path, "--checkpoint", f"{copy}")

@@ -3,13 +3,12 @@
 import math
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from edits import apply, copy_programs, insert_after, insert_before, replace
-from helpers import ON_2, REPO, SMALL, call, diffs, execute, interrupt, kill_group, rows, run, run_dir, without_locks
+from edits import insert_after, insert_before, replace
+from helpers import ON_2, TOOLS, call, copied, diff, edited, execute, rows, run, run_dir, set_running, without_locks
 from mistakes import refuses
 
 pytestmark = pytest.mark.recipes
@@ -18,25 +17,17 @@ TRAIN = (
     "train.py --accelerator cpu --epochs 3 --width 4 --num_sanity_val_steps 1 --limit_val_batches 1 "
     "--checkpoint_interval 6 --logger_name csv"
 )
-POISON = "images[train[700]] = float('inf')"  # sample 700 of the training set
-BATCH_NORM = "nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width),\n"
-# A layer that fails now and then, in training alone.
-RARE = """type("Rare", (nn.Module,), {
-                "forward": lambda self, x: x / nn.functional.dropout(x.new_ones(()), 0.05, self.training)
-            })(),"""
 
 
-def with_tools(program: Path) -> Path:
-    """A copy of the programs that has the scripts, too."""
-    (program / "tools").mkdir()
-    for name in ("fork.py", "replay.py"):
-        shutil.copy(REPO / "tools" / name, program / "tools")
-    return program
-
-
-def command_of(error: str) -> str:
-    """The command that the last line of a run names."""
-    return re.search(r"with: python (tools/replay\.py --out_dir \S+ --step \d+)", error)[1]
+def replay_failed(program: Path, options: str, cwd: Path) -> str:
+    """What the command prints with which a run names the step that it has failed in. The run is only read."""
+    shutil.copytree(TOOLS, program / "tools")
+    error = execute(f"{program}/{TRAIN} {options}", cwd, code=1).stderr
+    command = re.search(r"with: python (tools/replay\.py --out_dir \S+ --step \d+)", error)[1]
+    before = without_locks(cwd)
+    printed = run(f"{program}/{command}", cwd).stdout
+    assert without_locks(cwd) == before
+    return printed
 
 
 def kept(path: Path) -> dict:
@@ -65,20 +56,16 @@ def logged(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("step, begins", [(57, "from .*step-00000054.ckpt"), (6, "from the beginning")])
-def test_a_step_has_the_values_of_the_run_which_is_only_read(step, begins, logged, tmp_path, monkeypatch):
-    """Nothing is left in the temporary directory. The highest losses come first. What is printed has some samples of
-    each micro-batch, the file has all, with the batches."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+def test_a_step_has_the_values_of_the_run_which_is_only_read(step: int, begins: str, logged: Path, cwd: Path):
+    """The highest losses come first. What is printed has some samples of each micro-batch, the file has all, with the
+    batches."""
     before = without_locks(logged)
-    path = tmp_path / "batch.pt"
-    printed = call(f"tools/replay.py --out_dir {run_dir(logged)} --step {step} --keep {path}", tmp_path).stdout
+    printed = call(f"tools/replay.py --out_dir {run_dir(logged)} --step {step} --keep batch.pt", cwd).stdout
     assert re.search(f"^replays .* {begins}$", printed, re.MULTILINE)
     assert f"\nstep {step}: gradient norm " in printed and printed.count("first not finite: none") == 4
-    assert_same_step(logged, step, path)
-    assert without_locks(logged) == before
-    assert {*tmp_path.iterdir()} == {path, tmp_path / "temporary"} and not [*tmp_path.glob("temporary/tmp*")]
-    micro_batches = kept(path)["micro_batches"]
+    assert_same_step(logged, step, cwd / "batch.pt")
+    assert without_locks(logged) == before and [path.name for path in cwd.iterdir()] == ["batch.pt"]
+    micro_batches = kept(cwd / "batch.pt")["micro_batches"]
     assert len({sample for about in micro_batches for sample in about["samples"][0]}) == 64
     for about in micro_batches:
         images, targets = about["batch"]
@@ -93,8 +80,8 @@ def test_a_step_has_the_values_of_the_run_which_is_only_read(step, begins, logge
 
 def test_single_samples_have_the_loss_of_a_validation(program, cwd):
     """What only a training step has, such as the number of its targets, would make another number of it."""
-    (diff,) = diffs("docs/data.md", "A mean over tokens")
-    with_tools(apply(diff, copy_programs(program)))
+    edited(diff("docs/data.md", "A mean over tokens"), program)
+    shutil.copytree(TOOLS, program / "tools")
     call(f"{program}/{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
     run(f"{program}/tools/replay.py --step 8 --keep batch.pt", cwd)
     for about in kept(cwd / "batch.pt")["micro_batches"]:
@@ -115,50 +102,43 @@ def test_options_that_a_resume_has_changed(tmp_path):
 # ---- values that are not finite
 
 
-@pytest.mark.parametrize("options, layer", [("", BATCH_NORM), (f"--checkpoint_interval 1 {ON_2}", None)])
-def test_a_poisoned_sample_is_named(options, layer, program, cwd):
+@pytest.mark.parametrize("options", ["", f"--checkpoint_interval 1 {ON_2}"])
+def test_a_poisoned_sample_is_named(options: str, program: Path, cwd: Path):
     """Also where BatchNorm spoils the others of its batch, right after a checkpoint, and where several processes train.
     The line with which the run ends has the command."""
-    insert_after(program, "statistics", POISON)
-    if layer:
-        replace(program, "first layer", layer)
-    with_tools(program)
-    failed = execute(f"{program}/{TRAIN} --micro_batch_size 16 {options}", cwd, code=1)
-    before = without_locks(cwd)
-    done = run(f"{program}/{command_of(failed.stderr)}", cwd)
-    assert without_locks(cwd) == before
+    insert_after(program, "statistics", "images[train[700]] = float('inf')")
+    if not options:
+        replace(program, "first layer", "nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width),\n")
+    printed = replay_failed(program, f"--micro_batch_size 16 {options}", cwd)
     (found,) = re.findall(
-        r"^rank \d: loss nan\n  (highest .*)\n  first not finite: (.*)\n  16 samples: .*$", done.stdout, re.MULTILINE
+        r"^rank \d: loss nan\n  (highest .*)\n  first not finite: (.*)\n  16 samples: .*$", printed, re.MULTILINE
     )
     assert re.match(r"highest losses in eval mode: sample 700 nan, sample \d+ \d", found[0])
-    assert found[1] == "input of model.layers.0, Conv2d"
-    assert done.stdout.count("first not finite: none") == 3
-    assert re.search(r"^ +nan  model\.layers\.0$", done.stdout, re.MULTILINE)
+    assert found[1] == "input of model.layers.0, Conv2d" and printed.count("first not finite: none") == 3
+    assert re.search(r"^ +nan  model\.layers\.0$", printed, re.MULTILINE)
 
 
-def test_values_that_are_not_finite_in_training_mode_alone(program, cwd):
-    with_tools(insert_before(program, "last layer", RARE))
-    failed = call(f"{program}/{TRAIN} --seed 2", cwd, code=1)
-    done = run(f"{program}/{command_of(failed.stderr)}", cwd)
-    assert re.search(r"first not finite: output of model\.layers\.\d+, Rare$", done.stdout, re.MULTILINE)
-    assert "nan" not in re.search(r"highest losses.*", done.stdout)[0]
+def test_values_that_are_not_finite_in_training_mode_alone(program: Path, cwd: Path):
+    """Of a layer that fails now and then."""
+    fails = "lambda self, x: x / nn.functional.dropout(x.new_ones(()), 0.05, self.training)"
+    insert_before(program, "last layer", f'type("Rare", (nn.Module,), {{"forward": {fails}}})(),')
+    printed = replay_failed(program, "--seed 2", cwd)
+    assert re.search(r"first not finite: output of model\.layers\.\d+, Rare$", printed, re.MULTILINE)
+    assert "nan" not in re.search(r"highest losses.*", printed)[0]
 
 
 # ---- what is wrong
 
 
-def test_a_mistake_is_one_line(logged, tmp_path):
-    folder = str(run_dir(logged))
+def test_a_mistake_is_one_line(logged: Path, tmp_path: Path):
+    cwd = copied(logged, tmp_path)
     for options, words in {
-        "--out_dir RUN --step 0": "--step 0 1",
-        "--out_dir RUN --step 58": "--step 58 RUN 57",
-        "--out_dir RUN": "--step",
+        "--step 0": "--step 0 1",
+        "--step 58": f"--step 58 {run_dir(cwd).name} 57",
+        "": "--step",
         "--out_dir nowhere --step 1": "--out_dir nowhere",
-        "--out_dir RUN --step 1 --keep nowhere/batch.pt": "--keep nowhere/batch.pt",
+        "--step 1 --keep nowhere/batch.pt": "--keep nowhere/batch.pt",
     }.items():
-        refuses(f"tools/replay.py {options}".replace("RUN", folder), tmp_path, *words.replace("RUN", folder).split())
-
-
-def test_a_step_after_the_last_of_a_run_that_was_killed(tmp_path):
-    interrupt(f"train.py {SMALL} --epochs 3000 --log_interval 1 --checkpoint_interval 2", tmp_path, kill_group)
-    refuses("tools/replay.py --step 12001", tmp_path, "--step 12001", "12000")
+        refuses(f"tools/replay.py {options}", cwd, *words.split())
+    set_running(run_dir(cwd))  # as a kill leaves it
+    refuses("tools/replay.py --step 58", cwd, "--step 58", "57")

@@ -56,10 +56,6 @@ def template(tmp_path: Path) -> Path:
     return template
 
 
-def clone_of(template: Path, folder: Path) -> Path:
-    return Path(shell(f"{CLONE.replace('URL', str(template))}\npwd", folder).strip())
-
-
 def assert_both_edits_train(project: Path) -> None:
     text = (project / "train.py").read_text()
     assert SGD in text and SMOOTH in text
@@ -67,24 +63,13 @@ def assert_both_edits_train(project: Path) -> None:
     assert "train/smooth" in done.stdout and "finished after 4 of 4 steps" in done.stdout
 
 
-def test_a_clone_with_an_edited_loop_follows(template: Path, tmp_path: Path):
-    project = clone_of(template, tmp_path)
-    commit(edit_optimizer(project), "my optimizer")
-    later = commit(edit_loss(template), "another loss")
-    shell(MERGE, project)
-    assert_both_edits_train(project)
-    assert shell("git merge-base HEAD template/main", project).strip() == later
-    own = shell(OWN, project)
-    assert SGD in own and "smooth" not in own
-
-
 def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Path, tmp_path: Path):
-    """Though it has deleted more lines than it has edited."""
+    """Though it has deleted more lines than it has edited. Then git tells which commit it has, and what is its own."""
     (template / "tests" / "template").mkdir(parents=True)
     (template / "tests" / "template" / "test_loop.py").write_text("assert True\n" * 1000)
     (template / "model.py").write_text((REPO / "model.py").read_text() + "\n# later\n")
     copied = commit(template, "copied, with tests")
-    commit(edit_loss(template), "another loss")
+    later = commit(edit_loss(template), "another loss")
     project = edit_optimizer(tmp_path / "project")
     shutil.copy(template / "model.py", project)
     *_, last = shell(COPY.replace("URL", str(template)), project).splitlines()
@@ -95,6 +80,9 @@ def test_a_copy_without_history_follows_once_its_commit_is_recorded(template: Pa
     assert (project / "train.py").read_text() == before
     shell(MERGE, project)
     assert_both_edits_train(project)
+    assert shell("git merge-base HEAD template/main", project).strip() == later
+    own = shell(OWN, project)
+    assert SGD in own and "smooth" not in own
 
 
 def test_what_was_deleted_stays_away_a_readme_is_kept_and_runtime_is_the_later_one(template: Path, tmp_path: Path):
@@ -105,7 +93,7 @@ def test_what_was_deleted_stays_away_a_readme_is_kept_and_runtime_is_the_later_o
         (template / name).parent.mkdir(parents=True, exist_ok=True)
         (template / name).write_text("# first\n")
     commit(template, "pages and tests")
-    project = edit_optimizer(clone_of(template, tmp_path))
+    project = edit_optimizer(Path(shell(f"{CLONE.replace('URL', str(template))}\npwd", tmp_path).strip()))
     shell("rm -r tests/template CHANGELOG.md; echo mine | tee README.md runtime/old.py", project)
     point = ("runtime/console.py", "", "0.1 if self.is_terminal else 30")
     replace(project, point, "1 if self.is_terminal else 60")

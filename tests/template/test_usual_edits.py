@@ -1,6 +1,5 @@
 """Edits that people look for, as the pages of docs/ show them: each is made, and run."""
 
-import json
 import re
 import shutil
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import insert_after, insert_before, make_as_shown, replace
+from edits import insert_after, insert_before, replace
 from helpers import (
     LONG,
     ON_2,
@@ -26,13 +25,15 @@ from helpers import (
     history,
     interrupt,
     killed_and_resumed,
+    last_summary,
+    predictions_of,
     results,
     rows,
     run,
     run_dir,
+    run_in,
     weights,
 )
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.recipes
@@ -85,50 +86,33 @@ def test_save_pretrained_writes_the_final_weights_also_where_no_step_is_left_and
     call(f"{program}/train.py --accelerator cpu --fast_run", cwd)
 
 
-def test_save_pretrained_of_the_hub(tmp_path: Path):
-    pytest.importorskip("huggingface_hub")
-    pytest.importorskip("safetensors")
-    program = made("trained_model", "save_pretrained at the end", tmp_path)
-    make_as_shown(diff("docs/trained_model.md", "A model of Hugging Face's hub"), program)
-    run(f"{program}/train.py {SMALL} {ON_2}", tmp_path)
-    code = f"from model import Model; print(Model.from_pretrained({str(run_dir(tmp_path) / 'pretrained')!r}).training)"
-    subprocess.run([sys.executable, "-c", code], cwd=program, check=True)
-
-
 # ---- evaluation.md
 
 
-def test_a_number_that_follows_from_the_means_is_logged_monitored_and_in_test_py(tmp_path: Path):
-    """If it is no float, that ends no run."""
+def test_a_number_that_follows_from_the_means_and_a_metric_with_an_argument_are_logged_and_in_test_py(tmp_path: Path):
+    """Perplexity is monitored; if it is no float, that ends no run. The metric is a share of all samples."""
     program = made("evaluation", "Perplexity", tmp_path)
-    call(f"{program}/train.py {SMALL} --limit_val_batches 1.0 --monitor val/perplexity --monitor_mode min", tmp_path)
-    found = [row for row in rows(tmp_path) if "val/perplexity" in row]
-    last = found[-1]["val/perplexity"]
-    assert last == pytest.approx(torch.tensor(found[-1]["val/loss"]).exp().item())
-    best = json.loads((run_dir(tmp_path) / "summary.json").read_text())["best"]
-    assert best == min(row["val/perplexity"] for row in found)
-    assert results(program, tmp_path)["perplexity"] == pytest.approx(last)
-    assert results(program, tmp_path, f"--checkpoint last --split val {ON_2}")["perplexity"] == pytest.approx(last)
+    made("evaluation", "A metric of one's own", tmp_path)
+    options = "--accelerator cpu --epochs 4 --logger_name csv --monitor val/perplexity --monitor_mode min"
+    call(f"{program}/train.py {options}", tmp_path)
+    found = rows(tmp_path)
+    last = found[-1]
+    assert last["val/perplexity"] == pytest.approx(torch.tensor(last["val/loss"]).exp().item())
+    assert last_summary(tmp_path)["best"] == min(row["val/perplexity"] for row in found)
+    for options in ("--predictions", ON_2):
+        for name, value in results(program, tmp_path, f"--checkpoint last --split val {options}").items():
+            assert last[f"val/{name}"] == pytest.approx(value)
+    logits, targets = predictions_of(tmp_path)
+    share = (logits.softmax(1)[torch.arange(len(targets)), targets] >= 0.9).float().mean().item()
+    assert last["val/sure"] == pytest.approx(share) and 0 < share < last["val/accuracy"]
     replace(program, "values", '{"loss": 1000 + F.cross_entropy(logits, targets)}')
     call(f"{program}/train.py {SMALL}", tmp_path)
-
-
-def test_a_metric_with_an_argument_is_a_share_of_all_samples(tmp_path: Path):
-    program = made("evaluation", "A metric of one's own", tmp_path)
-    call(f"{program}/train.py --accelerator cpu --epochs 4 --logger_name csv", tmp_path)
-    found = results(program, tmp_path, "--checkpoint last --split val --predictions")
-    logits, targets = torch.load(next(run_dir(tmp_path).glob("predictions_*.pt")))
-    expected = (logits.softmax(1)[torch.arange(len(targets)), targets] >= 0.9).float().mean().item()
-    assert found["sure"] == pytest.approx(expected) == rows(tmp_path)[-1]["val/sure"]
-    assert 0 < expected < found["accuracy"]
-    assert results(program, tmp_path, f"--checkpoint last --split val {ON_2}")["sure"] == pytest.approx(expected)
 
 
 def test_without_a_validation_set_the_lowest_training_loss_is_best(tmp_path: Path):
     program = made("evaluation", "No validation set", tmp_path)
     _, killed = killed_and_resumed(f"{program}/{LONG}", tmp_path)
-    summary = json.loads((run_dir(killed) / "summary.json").read_text())
-    assert summary["best"] == min(row["train/loss"] for row in rows(killed))
+    assert last_summary(killed)["best"] == min(row["train/loss"] for row in rows(killed))
     assert not any(name.startswith("val/") for row in rows(killed) for name in row)
     assert results(program, killed, "")["accuracy"] > 0.5
     assert "--split val: has no samples" in call(f"{program}/test.py --split val", killed, code=2).stderr
@@ -138,39 +122,29 @@ def test_without_a_validation_set_the_lowest_training_loss_is_best(tmp_path: Pat
 # ---- training.md, data.md
 
 
-def losses(program: Path, cwd: Path, *ways: str) -> list[dict]:
-    """The losses of training and validation, of four steps with these options each."""
-    found = []
-    for number, options in enumerate(ways):
-        folder = cwd / str(number)
-        folder.mkdir()
-        execute(f"{program}/train.py {SMALL} --max_steps 4 --log_interval 1 --dropout 0 {options}", folder)
-        names = ("train/loss", "val/loss")
-        found.append({name: [row[name] for row in rows(folder) if name in row] for name in names})
-    return found
-
-
-PARTS, ON_2_IN_PARTS = "--micro_batch_size 4", f"--micro_batch_size 4 {ON_2}"
-
-
 def test_class_weights_are_exact_in_a_validation_and_in_the_mean_over_the_samples(tmp_path: Path):
     """By the count."""
     program = made("training", "Class weights and ignored labels", tmp_path)
     replace(program, "shift", "shift=0")  # its random numbers depend on the micro-batches
     insert_after(program, "statistics", "targets[::3] = -100")
     replace(program, "accuracy", 'average="micro", ignore_index=-100')
-    whole, parts = losses(program, tmp_path, "--base_lr 1e-9", f"--base_lr 1e-9 {PARTS}")
+
+    def losses(folder: str, options: str) -> dict[str, list]:
+        four_steps = f"{SMALL} --max_steps 4 --log_interval 1 --dropout 0"
+        found = rows(run_in(tmp_path / folder, f"{program}/train.py {four_steps} {options}"))
+        return {name: [row[name] for row in found if name in row] for name in ("train/loss", "val/loss")}
+
+    whole, parts = losses("1", "--base_lr 1e-9"), losses("2", "--base_lr 1e-9 --micro_batch_size 4")
     assert parts["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
 
     loss, count = on_page(r"`(F\.cross[^`]+)`, and the count `(.+?)`", "training").groups()
     replace(program, ("train.py", "compute_loss", '"loss": ...'), f'"loss": {loss}')
     insert_after(program, ("train.py", "compute_loss", "count = float(...)"), f"count = {count}")
-    (tmp_path / "mean").mkdir()
-    whole, parts, two = losses(program, tmp_path / "mean", "", PARTS, ON_2_IN_PARTS)
+    whole = losses("3", "")
     assert whole["train/loss"][0] == pytest.approx(2 / 3 * 2.3, rel=0.1)  # a third has no target
-    assert parts["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
-    assert parts["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    assert two["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
+    for folder, options in (("4", "--micro_batch_size 4"), ("5", f"--micro_batch_size 4 {ON_2}")):
+        for name, values in losses(folder, options).items():
+            assert values == pytest.approx(whole[name], rel=1e-5)
 
 
 TOGETHER = {
@@ -203,18 +177,13 @@ def test_pictures_histograms_crops_and_a_rate_that_is_halved_are_resumed_and_the
     pictures = [{path.name: path.read_bytes() for path in run_dir(cwd).glob("*.png")} for cwd in (whole, killed)]
     assert [*sorted(pictures[0])] == [f"features-{step:08d}.png" for step in range(8, 97, 8)]
     assert pictures[0] == pictures[1]
-    with Image.open(run_dir(whole) / "features-00000008.png") as picture:
-        assert picture.size == (8, 4 * 8)
 
     (tmp_path / "two").mkdir()
     run(f"{command} {ON_2}", tmp_path / "two")
     assert_same_training(tmp_path / "two", whole)
     assert [row["lr"] for row in rows(tmp_path / "two")] == rates
     for cwd in (killed, tmp_path / "two"):
-        sizes = {"scalars": 0, "histograms": 0}
-        board = EventAccumulator(str(run_dir(cwd)), size_guidance=sizes).Reload()
-        expected = [row["step"] for row in rows(cwd)]
-        assert [event.step for event in board.Histograms("weights/first")] == expected
-        assert [event.step for event in board.Scalars("train/loss")] == expected
+        board = EventAccumulator(str(run_dir(cwd)), size_guidance={"histograms": 0}).Reload()
+        assert [event.step for event in board.Histograms("weights/first")] == [row["step"] for row in rows(cwd)]
     printed = call(f"{program}/test.py --accelerator cpu", killed).stdout
     assert "built for 8 8\n" in printed and "shape False 8 8" in printed
