@@ -1,5 +1,5 @@
-"""What README.md, CONTRIBUTING.md and docs/editing.md show is true: the edits fit the code as it is and run, and so do
-the commands, in their order. README.zh-CN.md shows the same as README.md."""
+"""What README.md and CONTRIBUTING.md show is true: the commands run, in their order. README.zh-CN.md shows the same
+code. The links of all pages lead somewhere."""
 
 import os
 import re
@@ -16,7 +16,6 @@ from helpers import (
     LONG,
     RECIPES,
     REPO,
-    assert_same_weights,
     blocks,
     call,
     checkpoint,
@@ -24,7 +23,6 @@ from helpers import (
     diffs,
     edited,
     execute,
-    folders,
     killed_and_resumed,
     needs_recipes,
     rows,
@@ -48,18 +46,6 @@ def commands(page: str) -> list[str]:
 
 
 # ---- docs/editing.md
-
-
-@pytest.mark.parametrize(
-    "diff, options",
-    [(DIFFS[0], "--dataset mine --data_dir ."), *((diff, "") for diff in DIFFS[1:])],
-    ids=range(len(DIFFS)),
-)
-def test_an_edit_of_the_page_trains(diff: str, options: str, tmp_path: Path):
-    for split in ("train", "val", "test"):
-        torch.save((torch.rand(200, 1, 8, 8), torch.randint(10, (200,))), tmp_path / f"{split}.pt")
-    done = call(f"{edited(diff, tmp_path)}/train.py --accelerator cpu --fast_run {options}", tmp_path)
-    assert "finished after 4 of 4 steps" in done.stdout
 
 
 def test_the_statistics_of_batchnorm_are_in_model_pt_alone(tmp_path: Path):
@@ -111,19 +97,16 @@ def test_command(command: str, checkout: Path):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-def test_the_run_that_the_readme_kills_ends_as_if_it_had_not_been(tmp_path: Path):
+def test_the_run_that_the_readme_kills_goes_on_to_its_end(tmp_path: Path):
     """With other options; and the kill waits for a checkpoint of the middle of an epoch."""
     (example,) = [block for block in blocks("README.md", "bash") if "kill" in block]
-    whole, killed = folders(tmp_path, "whole", "killed")
-    call(f"{LONG} --out_dir nightly", whole)
     script, _, options = LONG.partition(" ")
     example = example.replace(f"python {script}", f"{sys.executable} {REPO / script} {options}")
     waiting = re.sub(r"sleep \d+", "until ls *-nightly/checkpoints/step-*[26].ckpt; do sleep 0.1; done", example)
     assert waiting.count("until") == 1 and example.count(str(REPO / script)) == 2
-    env = clean_environment()
-    done = subprocess.run(["bash", "-c", waiting], cwd=killed, env=env, capture_output=True, text=True, timeout=300)
+    command = ["bash", "-c", waiting]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.stdout.count("resumed from ") == 1 and "finished after 80 of 80" in done.stdout, done.stderr
-    assert_same_weights(weights(killed, "nightly"), weights(whole, "nightly"), atol=0)
 
 
 def test_both_languages_show_the_same_code_and_the_loop_as_it_stands():
