@@ -82,7 +82,7 @@ def test_rows_are_each_once_in_csv_and_tensorboard_also_after_a_kill(resumed):
         assert [value for _, value in curve] == pytest.approx([row[name] for row in expected if name in row], rel=1e-6)
 
 
-def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_deleted(program, cwd):
+def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_moved_away(program, cwd):
     """Which fails no checkpoint either, that comes before the next row."""
     insert_before(program, "functions", "import shutil\nfrom pathlib import Path\n\n\n")
     insert_after(program, "step is done", """
@@ -91,10 +91,9 @@ def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_deleted
             shutil.copy(path, "copy.csv")
             shutil.move("copy.csv", path) if step == 10 else path.unlink()
     """)  # fmt: skip
-    call(f"{program}/train.py {SMALL} --logger_name csv --log_interval 1 --max_steps 14", cwd)
-    assert steps(cwd) == list(range(1, 15))
-    call(f"{program}/train.py --resume auto --log_interval 16 --checkpoint_interval 1 --max_steps 16", cwd)
-    assert steps(cwd) == [16]
+    call(f"{program}/train.py {SMALL} --logger_name csv --log_interval 1 --checkpoint_interval 1 --max_steps 16", cwd)
+    kept = [line.partition(",")[0] for line in (cwd / "copy.csv").read_text().splitlines()]
+    assert kept == ["step", *map(str, range(1, 15))] and steps(cwd) == [15, 16]
 
 
 def test_a_loss_is_the_mean_since_the_last_row_and_a_logger_that_is_not_chosen_keeps_nothing(tmp_path):
@@ -150,22 +149,11 @@ def wandb_id(folder: Path) -> str:
     return found
 
 
-def records_of(folder: Path) -> list:
-    """Those of the offline runs of a run directory, the first start first."""
+def records_of(folder: Path, kind: str) -> list:
+    """Those of a kind in the offline runs of a run directory, the first start first."""
     paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.name for path in paths} == {f"run-{wandb_id(folder)}.wandb"}
-    return [record for path in paths for record in wandb_records(path)]
-
-
-def assert_rows_of_the_csv(records: list, cwd: Path) -> None:
-    history = [values(record.history.item) for record in records if record.HasField("history")]
-    for row, other in zip(history, rows(cwd), strict=True):
-        assert row["_step"] == other.pop("step")
-        assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(other)
-
-
-def exit_codes(records: list) -> list[int]:
-    return [record.exit.exit_code for record in records if record.HasField("exit")]
+    return [getattr(record, kind) for path in paths for record in wandb_records(path) if record.HasField(kind)]
 
 
 def test_wandb_without_a_key_keeps_offline_runs_with_each_step_once_under_one_id(tmp_path):
@@ -175,17 +163,18 @@ def test_wandb_without_a_key_keeps_offline_runs_with_each_step_once_under_one_id
     first = run(f"train.py {SMALL} --logger_name csv wandb --max_steps 10 --comment a-note", tmp_path, **env)
     second = run("train.py --resume auto --max_steps 20", tmp_path, **env)
     folder = run_dir(tmp_path)
-    records = records_of(folder)
-    assert_rows_of_the_csv(records, tmp_path)
-    about, again = [record.run for record in records if record.HasField("run")]
+    for row, other in zip(records_of(folder, "history"), rows(tmp_path), strict=True):
+        row = values(row.item)
+        assert row["_step"] == other.pop("step")
+        assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(other)
+    about, again = records_of(folder, "run")
     assert about.run_id == again.run_id == wandb_id(folder)
     assert (about.project, about.display_name, about.notes) == ("fabric-template", folder.name, "a-note")
     config = values(about.config.update)
-    for record in records:
-        if record.HasField("config"):
-            config |= values(record.config.update)
+    for more in records_of(folder, "config"):
+        config |= values(more.update)
     assert (config["width"], config["base_lr"], config["logger_name"]) == (4, 4e-3, ["csv", "wandb"])
-    assert exit_codes(records) == [0, 0]
+    assert [ended.exit_code for ended in records_of(folder, "exit")] == [0, 0]
     for path in folder.glob("logs/wandb/offline-run-*"):
         assert re.search(rf"wandb sync \S*{path.relative_to(tmp_path)}", first.stderr + second.stderr)
 
@@ -205,7 +194,7 @@ def test_wandb_without_a_connection_is_offline_and_its_first_error_is_printed_on
     env = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
     done = run(f"train.py {SMALL} --max_steps 2 --logger_name csv wandb", tmp_path, HOME=str(tmp_path), **env)
     assert done.stdout.count("wandb is offline: ") == 1 and "Traceback" not in done.stderr
-    assert_rows_of_the_csv(records_of(run_dir(tmp_path)), tmp_path)
+    assert len(records_of(run_dir(tmp_path), "history")) == len(rows(tmp_path)) == 1
     program = insert_after(tmp_path / "program", "step is done", WANDB_DIES)
     options = "--resume auto --max_steps 20 --log_interval 1"
     printed = run(f"{program}/train.py {options}", tmp_path, HOME=str(tmp_path)).stdout
@@ -221,7 +210,7 @@ def test_wandb_has_a_row_before_the_next_one(tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     logger = WandbLogger(tmp_path, 0, TrainConfig())
     logger.log_metrics({"train/loss": 0.5}, 3)
-    wait_for(lambda: any(record.HasField("history") for record in records_of(tmp_path)))
+    wait_for(lambda: records_of(tmp_path, "history"))
     logger.finalize("success")
 
 
@@ -236,7 +225,7 @@ def test_wandb_the_summary_and_train_log_know_that_a_run_has_failed(tmp_path):
         assert last_summary(cwd)["state"] == "failed"
     assert "loss" in said[diverged] and "a/b" in said[refused]
     assert (run_dir(diverged) / "train.log").read_text().splitlines()[-1].endswith(said[diverged])
-    assert exit_codes(records_of(run_dir(diverged))) == [1]
+    assert [ended.exit_code for ended in records_of(run_dir(diverged), "exit")] == [1]
     assert wandb_id(run_dir(diverged)) != wandb_id(run_dir(refused))
 
 
