@@ -10,7 +10,6 @@ import torch
 from edits import insert_after, insert_before, replace
 from helpers import (
     REPO,
-    TORCHRUN,
     assert_same_run,
     checkpoint,
     folders,
@@ -66,58 +65,42 @@ def test_a_default_run_learns_and_the_cpu_gives_it_the_same_accuracy(tmp_path):
     run("train.py --devices 1 --epochs 8", tmp_path)
     folder = run_dir(tmp_path)
     assert max(row["val/accuracy"] for row in rows(tmp_path)) > 0.8
-    (provenance,) = (folder / "provenance").glob("*.txt")
-    assert "\n1 x cuda on " in provenance.read_text()
     told = "precision 32-true, float32 products in TF32\n" in (folder / "train.log").read_text()
     assert told == torch.cuda.is_tf32_supported()
     assert all(row["peak_memory_mb"] > 0 for row in rows(tmp_path))
     assert all(tensor.device.type == "cpu" for tensor in weights(tmp_path).values())
-
-    reports = []
+    found = []
     for environment in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
         run("test.py --out_dir train_out --devices 1", tmp_path, **environment)
-        reports.append(json.loads((folder / "test_test_best.json").read_text()))
-    assert reports[0]["num_samples"] == reports[1]["num_samples"] > 0
-    on_gpu, on_cpu = (report["results"] for report in reports)
+        found.append(json.loads((folder / "test_test_best.json").read_text())["results"])
+    on_gpu, on_cpu = found
     assert on_gpu["accuracy"] == pytest.approx(on_cpu["accuracy"], abs=0.01) and on_cpu["accuracy"] > 0.8
     assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-3)
 
 
 RECIPES = ("on_device", "prefetch", "ema")  # samples on the device; copies on a stream of their own; averaged weights
+TRAINING = pytest.mark.parametrize(
+    "recipe, options",
+    [("", ""),
+     ("", "--precision bf16-mixed"),
+     ("", "--precision 16-mixed --max_grad_norm 1"),
+     ("", "--micro_batch_size 16 --max_grad_norm 1"),
+     ("", "--num_workers 1 --log_interval 5"),
+     *((recipe, "--micro_batch_size 16") for recipe in RECIPES)],
+)  # fmt: skip
 
 
 def program_with(recipe: str, folder: Path) -> Path:
     return with_recipe(recipe, folder) if recipe else REPO
 
 
-@pytest.mark.parametrize(
-    "recipe, options",
-    [
-        ("", ""),
-        ("", "--precision bf16-mixed"),
-        ("", "--precision 16-mixed"),
-        ("", "--precision 16-mixed --max_grad_norm 1"),
-        ("", "--micro_batch_size 16"),
-        ("", "--max_grad_norm 1"),
-        ("", "--num_workers 1"),
-        ("", "--log_interval 5"),
-        *((recipe, options) for recipe in RECIPES for options in ("", "--micro_batch_size 16")),
-    ],
-)
+@TRAINING
 def test_a_step_never_waits_for_the_device(recipe, options, tmp_path):
     (tmp_path / "no_waiting.py").write_text(NO_WAITING.format(repo=str(program_with(recipe, tmp_path / "program"))))
     run(f"{tmp_path / 'no_waiting.py'} --accelerator gpu --devices 1 --epochs 2 {options}", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "recipe, options",
-    [
-        ("", ""),
-        ("", "--precision bf16-mixed"),
-        ("", "--precision 16-mixed --max_grad_norm 1"),
-        *((recipe, "--micro_batch_size 16") for recipe in RECIPES),
-    ],
-)
+@TRAINING
 def test_killed_and_resumed_is_the_same_run(recipe, options, tmp_path):
     """In processes of their own."""
     program = program_with(recipe, tmp_path / "program")
@@ -129,20 +112,15 @@ def test_killed_and_resumed_is_the_same_run(recipe, options, tmp_path):
     assert_same_run(killed, whole)
 
 
-def test_a_run_goes_on_on_another_kind_of_device(tmp_path):
-    """A checkpoint of a GPU can be read where there is none, and the optimizer is where the model is."""
-    run(SHORT, tmp_path)
-    for epochs, device in ((3, "cpu"), (4, "gpu")):
-        run(f"train.py --resume auto --epochs {epochs} --accelerator {device}", tmp_path)
-    assert [row["step"] for row in rows(tmp_path)] == list(range(2, 33, 2))
-
-
-def test_a_run_of_another_gpu_goes_on_and_is_evaluated(tmp_path):
-    """Its checkpoints name a device that this machine may not have, or that is another one's."""
+def test_a_run_is_evaluated_and_goes_on_on_another_device(tmp_path):
+    """Its checkpoints name a GPU that this machine may not have; then there is none. The optimizer is where the model
+    is."""
     run(SHORT, tmp_path)
     save_as_of("cuda:9", run_dir(tmp_path))
     run("test.py --out_dir train_out", tmp_path)
-    run("train.py --resume auto --epochs 3", tmp_path)
+    for epochs, device in ((3, "gpu"), (4, "cpu"), (5, "gpu")):
+        run(f"train.py --resume auto --epochs {epochs} --accelerator {device}", tmp_path)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(2, 41, 2))
 
 
 def test_tensors_within_lists_are_restored_where_they_were_and_weights_keep_their_version(tmp_path):
@@ -154,17 +132,6 @@ def test_tensors_within_lists_are_restored_where_they_were_and_weights_keep_thei
     run(f"{program}/train.py --resume auto --epochs 3", tmp_path)
     assert checkpoint(tmp_path, "step-00000024")["counts"][0]["cpu"].tolist() == [24, 24, 24]
     assert checkpoint(tmp_path, "step-00000024")["model"]._metadata[""] == {"version": 1}
-
-
-def test_nothing_is_backed_by_the_checkpoint_after_a_resume(tmp_path):
-    """An optimizer that is not fused keeps its counts of steps on the CPU, as they were loaded."""
-    program = replace(
-        tmp_path / "program", "optimizer", "torch.optim.AdamW(model.parameters(), weight_decay=0, foreach=True)"
-    )
-    run(f"{program}/{SHORT}", tmp_path)
-    insert_before(program, "loop begins", 'print(open("/proc/self/maps").read())')
-    maps = run(f"{program}/train.py --resume auto --epochs 3", tmp_path).stdout
-    assert "libtorch" in maps and ".ckpt" not in re.sub("resumed from .*", "", maps)
 
 
 def test_numbers_and_tensors_of_the_cpu_beside_the_loss_are_logged(tmp_path):
@@ -198,11 +165,6 @@ def test_batches_come_from_pinned_memory(tmp_path):
         insert_before(program, "batch", "batch = [tensor.cuda() for tensor in batch]")
         done = run(f"{program}/{SHORT} --num_workers {workers} --max_steps 2 --out_dir {workers}", tmp_path)
         assert done.stdout.count("pinned [True, True]") == 2
-
-
-def test_torchrun_runs_it(tmp_path):
-    done = run(f"{TORCHRUN[:-1]}1 {REPO}/{SHORT} --devices auto", tmp_path)
-    assert "finished after 16 of 16 steps" in done.stdout
 
 
 def test_a_run_goes_on_in_another_precision(tmp_path):

@@ -2,21 +2,25 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
 import shutil
 import statistics
+import struct
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edits import copy_programs, insert_after
+from edits import copy_programs, insert_after, insert_before
 from helpers import (
     MEASURED,
     REPO,
     SMALL,
     call,
+    folders,
     free_port,
     last_summary,
     read_tensorboard,
@@ -26,9 +30,7 @@ from helpers import (
     wait_for,
 )
 from killer import kill_before
-from lightning.fabric import Fabric
 from mistakes import refuses
-from wandb_files import values, wandb_id, wandb_records
 
 from config import TrainConfig
 from runtime.loggers import WandbLogger
@@ -48,16 +50,6 @@ def resumed(tmp_path_factory) -> Path:
     kill_before("os.rename step-00000012.ckpt.tmp 1", f"train.py {EACH_STEP}", cwd, tmp_path_factory.mktemp("killer"))
     run("train.py --resume auto", cwd)  # TensorBoard's files have the second of the start in their names
     return cwd
-
-
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory) -> tuple[str, Path]:
-    """What a run with wandb prints at its start and on a resume, without a key, and its folder."""
-    cwd = tmp_path_factory.mktemp("offline")
-    options = "--logger_name csv wandb --log_interval 3 --lr_schedule constant --comment a-note"
-    first = run(f"train.py {SMALL} {options} --max_steps 10", cwd, HOME=str(cwd))
-    second = run("train.py --resume auto --max_steps 20", cwd, HOME=str(cwd))
-    return first.stderr + second.stderr, cwd
 
 
 # ---- csv and TensorBoard
@@ -90,41 +82,34 @@ def test_rows_are_each_once_in_csv_and_tensorboard_also_after_a_kill(resumed):
         assert [value for _, value in curve] == pytest.approx([row[name] for row in expected if name in row], rel=1e-6)
 
 
-REPLACED = """
-if step in (10, 15):
-    import shutil
-    from pathlib import Path
-
-    (path,) = Path().glob("*/logs/csv/metrics.csv")
-    shutil.copy(path, "copy.csv")
-    shutil.move("copy.csv", path) if step == 10 else path.unlink()
-"""
-
-
-def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_deleted(tmp_path):
+def test_rows_go_on_in_a_csv_that_an_editor_has_replaced_or_somebody_has_moved_away(program, cwd):
     """Which fails no checkpoint either, that comes before the next row."""
-    program = insert_after(tmp_path / "program", "step is done", REPLACED)
-    call(f"{program}/train.py {SMALL} --logger_name csv --log_interval 1 --max_steps 14", tmp_path)
-    assert steps(tmp_path) == list(range(1, 15))
-    call(f"{program}/train.py --resume auto --log_interval 16 --checkpoint_interval 1 --max_steps 16", tmp_path)
-    assert steps(tmp_path) == [16]
+    insert_before(program, "functions", "import shutil\nfrom pathlib import Path\n\n\n")
+    insert_after(program, "step is done", """
+        if step in (10, 15):
+            (path,) = Path().glob("*/logs/csv/metrics.csv")
+            shutil.copy(path, "copy.csv")
+            shutil.move("copy.csv", path) if step == 10 else path.unlink()
+    """)  # fmt: skip
+    call(f"{program}/train.py {SMALL} --logger_name csv --log_interval 1 --checkpoint_interval 1 --max_steps 16", cwd)
+    kept = [line.partition(",")[0] for line in (cwd / "copy.csv").read_text().splitlines()]
+    assert kept == ["step", *map(str, range(1, 15))] and steps(cwd) == [15, 16]
 
 
-def test_a_loss_is_the_mean_since_the_last_row_and_a_logger_that_is_not_chosen_is_not_imported(offline, tmp_path):
+def test_a_loss_is_the_mean_since_the_last_row_and_a_logger_that_is_not_chosen_keeps_nothing(tmp_path):
     """--log_interval counts steps; a validation and the last step are logged, too."""
-    done = run(f"train.py {EACH_STEP} --lr_schedule constant --logger_name csv", tmp_path, PYTHONPROFILEIMPORTTIME="1")
-    losses = [row["train/loss"] for row in rows(tmp_path)]
-    assert steps(offline[1]) == [3, 4, 6, 8, 9, 10, 12, 15, 16, 18, 20]
+    each, third = folders(tmp_path, "each", "third")
+    for cwd, interval in ((each, 1), (third, 3)):
+        call(f"train.py {SMALL} --log_interval {interval} --max_steps 17 --logger_name csv", cwd)
+    losses = [row["train/loss"] for row in rows(each)]
+    assert steps(third) == [3, 4, 6, 8, 9, 12, 15, 16, 17]
     last = 0
-    for row in rows(offline[1]):
+    for row in rows(third):
         step = int(row["step"])
         assert row["train/loss"] == pytest.approx(statistics.mean(losses[last:step]))
         last = step
-    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
-    assert "torch" in packages and not {"wandb", "tensorboard"} & packages
-    assert [path.name for path in (run_dir(tmp_path) / "logs").iterdir()] == ["csv"]
-    assert not [*run_dir(tmp_path).glob("events.*")]
+    assert [path.name for path in (run_dir(third) / "logs").iterdir()] == ["csv"]
+    assert not [*run_dir(third).glob("events.*")]
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, monkeypatch):
@@ -135,42 +120,63 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
 # ---- wandb
 
 
-def records_of(folder: Path) -> list:
-    """Those of the offline runs of a run directory, the first start first."""
+def wandb_records(path: Path) -> Iterator:
+    """The records of a .wandb file: 7 bytes, then LevelDB's log format. (wandb has no reader in Python any more.) The
+    last one may be just being written."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, record, position, block = path.read_bytes(), b"", 7, 32768
+    while position + 7 <= len(data):
+        left = block - position % block
+        if left < 7:  # no header fits into the rest of a block
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4) and position <= len(data):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def values(items) -> dict:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def wandb_id(folder: Path) -> str:
+    found = (folder / "logs" / "wandb_id").read_text()
+    assert re.fullmatch("[0-9a-f]{8}", found)
+    return found
+
+
+def records_of(folder: Path, kind: str) -> list:
+    """Those of a kind in the offline runs of a run directory, the first start first."""
     paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.name for path in paths} == {f"run-{wandb_id(folder)}.wandb"}
-    return [record for path in paths for record in wandb_records(path)]
+    return [getattr(record, kind) for path in paths for record in wandb_records(path) if record.HasField(kind)]
 
 
-def assert_rows_of_the_csv(records: list, cwd: Path) -> None:
-    history = [values(record.history.item) for record in records if record.HasField("history")]
-    for row, other in zip(history, rows(cwd), strict=True):
-        assert row["_step"] == other.pop("step")
-        assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(other)
-
-
-def exit_codes(records: list) -> list[int]:
-    return [record.exit.exit_code for record in records if record.HasField("exit")]
-
-
-def test_wandb_without_a_key_keeps_offline_runs_with_each_step_once_under_one_id(offline):
+def test_wandb_without_a_key_keeps_offline_runs_with_each_step_once_under_one_id(tmp_path):
     """One for each start, which `wandb sync` puts together: with the rows of the csv, the options, project and comment.
     Each says how to upload it."""
-    printed, cwd = offline
-    folder = run_dir(cwd)
-    records = records_of(folder)
-    assert_rows_of_the_csv(records, cwd)
-    first, second = [record.run for record in records if record.HasField("run")]
-    assert first.run_id == second.run_id == wandb_id(folder)
-    assert (first.project, first.display_name, first.notes) == ("fabric-template", folder.name, "a-note")
-    config = values(first.config.update)
-    for record in records:
-        if record.HasField("config"):
-            config |= values(record.config.update)
-    assert (config["width"], config["base_lr"], config["log_interval"]) == (4, 4e-3, 3)
-    assert exit_codes(records) == [0, 0]
+    env = {"HOME": str(tmp_path)}
+    first = run(f"train.py {SMALL} --logger_name csv wandb --max_steps 10 --comment a-note", tmp_path, **env)
+    second = run("train.py --resume auto --max_steps 20", tmp_path, **env)
+    folder = run_dir(tmp_path)
+    for row, other in zip(records_of(folder, "history"), rows(tmp_path), strict=True):
+        row = values(row.item)
+        assert row["_step"] == other.pop("step")
+        assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(other)
+    about, again = records_of(folder, "run")
+    assert about.run_id == again.run_id == wandb_id(folder)
+    assert (about.project, about.display_name, about.notes) == ("fabric-template", folder.name, "a-note")
+    config = values(about.config.update)
+    for more in records_of(folder, "config"):
+        config |= values(more.update)
+    assert (config["width"], config["base_lr"], config["logger_name"]) == (4, 4e-3, ["csv", "wandb"])
+    assert [ended.exit_code for ended in records_of(folder, "exit")] == [0, 0]
     for path in folder.glob("logs/wandb/offline-run-*"):
-        assert re.search(rf"wandb sync \S*{path.relative_to(cwd)}", printed)
+        assert re.search(rf"wandb sync \S*{path.relative_to(tmp_path)}", first.stderr + second.stderr)
 
 
 WANDB_DIES = """
@@ -188,7 +194,7 @@ def test_wandb_without_a_connection_is_offline_and_its_first_error_is_printed_on
     env = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
     done = run(f"train.py {SMALL} --max_steps 2 --logger_name csv wandb", tmp_path, HOME=str(tmp_path), **env)
     assert done.stdout.count("wandb is offline: ") == 1 and "Traceback" not in done.stderr
-    assert_rows_of_the_csv(records_of(run_dir(tmp_path)), tmp_path)
+    assert len(records_of(run_dir(tmp_path), "history")) == len(rows(tmp_path)) == 1
     program = insert_after(tmp_path / "program", "step is done", WANDB_DIES)
     options = "--resume auto --max_steps 20 --log_interval 1"
     printed = run(f"{program}/train.py {options}", tmp_path, HOME=str(tmp_path)).stdout
@@ -197,38 +203,30 @@ def test_wandb_without_a_connection_is_offline_and_its_first_error_is_printed_on
     assert "finished after 20 of 20 steps" in printed and steps(tmp_path) == list(range(2, 21))
 
 
-def test_wandb_has_a_row_before_the_next_one_and_its_id_is_not_that_of_the_seed(tmp_path, monkeypatch):
-    """With a step, wandb would by default keep a row until the next one: the last is lost to a kill. Two runs of one
-    second and name, in different directories, have different ids: `wandb sync` would put them together."""
+def test_wandb_has_a_row_before_the_next_one(tmp_path, monkeypatch):
+    """With a step, wandb would by default keep a row until then: the last one is lost to a kill."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    folders = [tmp_path / root / "20260101-000000-train_out" for root in "ab"]
-    loggers = []
-    for folder in folders:
-        (folder / "logs").mkdir(parents=True)
-        Fabric(accelerator="cpu", devices=1).seed_everything(42, verbose=False)
-        loggers.append(WandbLogger(folder, 0, TrainConfig()))
-    loggers[0].log_metrics({"train/loss": 0.5}, 3)
-    wait_for(lambda: any(record.HasField("history") for record in records_of(folders[0])))
-    for logger in loggers:
-        logger.finalize("success")
-    assert wandb_id(folders[0]) != wandb_id(folders[1])
+    (tmp_path / "logs").mkdir()
+    logger = WandbLogger(tmp_path, 0, TrainConfig())
+    logger.log_metrics({"train/loss": 0.5}, 3)
+    wait_for(lambda: records_of(tmp_path, "history"))
+    logger.finalize("success")
 
 
-@pytest.mark.parametrize(
-    "options, words, codes",
-    [pytest.param("--project a/b", "a/b", [], id="it is refused"),
-     pytest.param("--base_lr 1e30 --log_interval 1", "loss", [1], id="it diverges")],
-)  # fmt: skip
-def test_wandb_the_summary_and_train_log_know_that_a_run_has_failed(options, words, codes, tmp_path):
-    done = run(f"train.py {SMALL} --logger_name csv wandb {options}", tmp_path, code=1, HOME=str(tmp_path))
-    said = done.stderr.splitlines()[-1].removeprefix("train.py: error: ")
-    assert words in said
-    if codes:  # otherwise it ended before it had a log
-        assert (run_dir(tmp_path) / "train.log").read_text().splitlines()[-1].endswith(said)
-    assert last_summary(tmp_path)["state"] == "failed"
-    paths = run_dir(tmp_path).glob("logs/wandb/offline-run-*/*.wandb")
-    assert exit_codes([record for path in paths for record in wandb_records(path)]) == codes
+def test_wandb_the_summary_and_train_log_know_that_a_run_has_failed(tmp_path):
+    """One diverges, the other is refused by wandb. Their ids are not those of the seed: of two runs of one second and
+    name, in different directories, they would be the same, and `wandb sync` would put them together."""
+    diverged, refused = folders(tmp_path, "diverged", "refused")
+    said = {}
+    for cwd, options in ((diverged, "--base_lr 1e30 --log_interval 1"), (refused, "--project a/b")):
+        done = run(f"train.py {SMALL} --logger_name csv wandb {options}", cwd, code=1, HOME=str(cwd))
+        said[cwd] = done.stderr.splitlines()[-1].removeprefix("train.py: error: ")
+        assert last_summary(cwd)["state"] == "failed"
+    assert "loss" in said[diverged] and "a/b" in said[refused]
+    assert (run_dir(diverged) / "train.log").read_text().splitlines()[-1].endswith(said[diverged])
+    assert [ended.exit_code for ended in records_of(run_dir(diverged), "exit")] == [1]
+    assert wandb_id(run_dir(diverged)) != wandb_id(run_dir(refused))
 
 
 # ---- provenance

@@ -1,11 +1,8 @@
 """main(config) called from Python, as in a notebook: the process goes on afterwards, and must be as it was before. The
-cells of docs/notebooks.md run in a real Jupyter kernel, its commands in a real debugger."""
+cells of docs/notebooks.md run in a real Jupyter kernel."""
 
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,10 +12,11 @@ from helpers import REPO, blocks, clean_environment, newest, run, run_dir, wait_
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """
-import gc, glob, os, signal, sys, threading, time
+import gc, glob, os, signal, subprocess, sys, threading, time
 sys.path.insert(0, PROGRAM)
 import torch
 import tqdm
+from multiprocessing import resource_tracker
 from train import main
 from runtime.errors import ConfigError
 from config import TrainConfig
@@ -27,28 +25,19 @@ SMALL = dict(accelerator="cpu", limit_train_batches=4, limit_val_batches=1, widt
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 signal.signal(signal.SIGUSR1, lambda number, frame: None)
 sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))  # does not wait for workers that are left
-
-def target(path):
-    try:
-        return os.path.realpath(path)
-    except FileNotFoundError:  # a thread has closed it meanwhile
-        return None
+resource_tracker.ensure_running()  # a process of Python's own, which stays
+tqdm.tqdm.monitor_interval = 0  # nor does a thread of tqdm stay
 
 def state():
-    children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-    open_files = {target(path) for path in glob.glob("/proc/self/fd/*")} - {None}
+    files = subprocess.run(["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True).stdout
     return {
         "signals": [signal.getsignal(number) for number in SIGNALS],
         "hooks": (sys.excepthook, threading.excepthook),
-        "children": [] if children == tracker() else children,
-        "threads": [thread for thread in threading.enumerate() if not isinstance(thread, tqdm.TMonitor)],  # it stays
-        "files": [path for path in open_files if path.startswith(os.getcwd() + "/2")],
+        "children": open(f"/proc/self/task/{os.getpid()}/children").read(),
+        "threads": threading.enumerate(),
+        "files": [line for line in files.splitlines() if os.getcwd() + "/2" in line],
         "group": torch.distributed.is_initialized(),
     }
-
-def tracker():  # Python's own process, for shared memory; it stays
-    from multiprocessing import resource_tracker
-    return [str(resource_tracker._resource_tracker._pid)]
 
 def left_behind():
     for _ in range(100):  # the thread of a closed queue ends by itself
@@ -58,6 +47,17 @@ def left_behind():
             break
         time.sleep(0.1)
     return left
+
+def trains(code=0, **options):
+    assert main(TrainConfig(epochs=2, **SMALL, **options)) == code
+    assert not left_behind(), left_behind()
+
+def raises(kind, **options):
+    try:
+        main(TrainConfig(epochs=2, **SMALL, **options))
+    except kind as error:
+        return error
+    sys.exit(f"{kind} is not raised")
 
 before = state()
 """
@@ -71,17 +71,12 @@ def run_notebook(cells: str, cwd: Path) -> None:
 def test_after_a_run_nothing_is_left_behind(tmp_path: Path):
     """Of two processes; with a data worker; and in a thread, where Python allows no signal handlers."""
     cells = """
-assert main(TrainConfig(epochs=1, devices="2", strategy="ddp_fork", out_dir="forked", **SMALL)) == 0
-assert not left_behind(), left_behind()
-assert main(TrainConfig(epochs=1, num_workers=1, **SMALL)) == 0
-assert not left_behind(), left_behind()
-
-codes = []
+trains(devices="2", strategy="ddp_fork", out_dir="forked")
+trains(num_workers=1)
 config = TrainConfig(epochs=1, num_workers=1, out_dir="in_a_thread", **SMALL)
-thread = threading.Thread(target=lambda: codes.append(main(config)))
+thread = threading.Thread(target=main, args=[config])
 thread.start()
 thread.join()
-assert codes == [0], "in a thread"
 assert not left_behind(), left_behind()
 """
     run_notebook(cells, tmp_path)
@@ -95,14 +90,9 @@ def test_after_a_mistake_an_error_and_signals_the_next_call_trains(tmp_path: Pat
     step that hangs."""
     cells = """
 import train
-for wrong, words in ((dict(epochs=-1), "--epochs -1"), (dict(monitor="val/f1", monitor_mode="max"), "val/accuracy")):
-    try:
-        main(TrainConfig(**wrong, **SMALL))
-        sys.exit(f"{wrong} is taken")
-    except ConfigError as error:
-        held = error
-    assert words in str(held)
-assert not glob.glob("2*") and not left_behind(), left_behind()
+
+first = raises(ConfigError, monitor="val/f1", monitor_mode="max")
+assert "val/accuracy" in str(first) and not glob.glob("2*") and not left_behind(), left_behind()
 
 compute_loss, calls = train.compute_loss, 0
 def fails_in_the_second_epoch(model, batch, config):
@@ -113,13 +103,8 @@ def fails_in_the_second_epoch(model, batch, config):
     return compute_loss(model, batch, config)
 
 train.compute_loss = fails_in_the_second_epoch
-try:
-    main(TrainConfig(epochs=2, num_workers=1, **SMALL))
-    sys.exit("the step goes on")
-except ZeroDivisionError as error:
-    second = error
-assert second.__traceback__ and calls == 6
-assert set(left_behind()) <= {"threads"}, left_behind()  # those of its loader's queues, which the traceback holds
+second = raises(ZeroDivisionError, num_workers=1)
+assert second.__traceback__ and set(left_behind()) <= {"threads"}  # of its loader's queues, which the traceback holds
 del second
 gc.collect()
 assert not left_behind(), left_behind()
@@ -132,18 +117,12 @@ def press(times, model, batch, config):
 
 (path,) = glob.glob("2*")
 train.compute_loss = lambda *args: press(1, *args)
-assert main(TrainConfig(epochs=2, resume=path, **SMALL)) == 75
-assert os.path.exists(path + "/checkpoints/step-00000005.ckpt") and not left_behind(), left_behind()
+trains(75, resume=path)
+assert os.path.exists(path + "/checkpoints/step-00000005.ckpt")
 train.compute_loss = compute_loss
-assert main(TrainConfig(epochs=2, resume=path, **SMALL)) == 0
-assert not left_behind(), left_behind()
-
+trains(resume=path)
 train.compute_loss = lambda *args: press(1000, *args)
-try:
-    main(TrainConfig(epochs=2, out_dir="interrupted", **SMALL))
-    sys.exit("the step goes on")
-except KeyboardInterrupt:
-    pass
+raises(KeyboardInterrupt, out_dir="interrupted")
 assert not left_behind(), left_behind()
 """
     run_notebook(cells, tmp_path)
@@ -155,47 +134,26 @@ assert not left_behind(), left_behind()
 PAGE = "docs/notebooks.md"
 FIRST, BAD_OPTION, BAD_CODE, LONG, RESUME = blocks(PAGE, "python")
 (USE,) = blocks("docs/trained_model.md", "python", "In Python")
-PDB, POST_MORTEM = (
-    shlex.split(line, comments=True)[1:] for block in blocks(PAGE, "bash") for line in block.splitlines()
-)
-
-
-def result(cell: str) -> str:
-    """What the page says that a cell gives: a number, or the name of an exception."""
-    return re.search(r"  # (\w+): .+\n\Z", cell)[1]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of the programs, to be edited."""
-    return copy_programs(tmp_path)
 
 
 class Kernel:
-    """A notebook beside train.py."""
+    """A notebook beside train.py, with what its last cell has printed."""
 
     def __init__(self, folder: Path):
-        from jupyter_client import KernelManager
+        from jupyter_client.manager import start_new_kernel
 
-        self.manager = KernelManager(connection_file=str(folder / "kernel.json"))
         env = clean_environment() | {"IPYTHONDIR": str(folder / "ipython")}
-        self.manager.start_kernel(cwd=str(folder), env=env)
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-        self.printed = ""
+        self.manager, self.client = start_new_kernel(cwd=str(folder), env=env)
 
     def __call__(self, cell: str, *answers: str) -> str:
         """Runs a cell to its end, with answers to what it asks. Returns its value, or the name of its exception."""
         found, answers, self.printed = [], iter(answers), ""
 
         def receive(message: dict) -> None:
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                self.printed += content["text"]
-            elif kind in ("execute_result", "error"):
-                found.append(content["ename"] if kind == "error" else content["data"]["text/plain"])
-                self.printed += content.get("evalue", "")
+            content = message["content"]
+            self.printed += content.get("text", "") + content.get("evalue", "")
+            if message["msg_type"] in ("execute_result", "error"):
+                found.append(content.get("ename") or content["data"]["text/plain"])
 
         def answer(message: dict) -> None:
             self.client.input(next(answers))
@@ -203,61 +161,46 @@ class Kernel:
         self.client.execute_interactive(cell, timeout=120, output_hook=receive, stdin_hook=answer, allow_stdin=True)
         return found[0] if found else ""
 
+    def gives_what_it_says(self, cell: str) -> bool:
+        """A cell of the page says it at its end: a number, or the name of an exception."""
+        return self(cell) == re.search(r"  # (\w+): .+\n\Z", cell)[1]
+
 
 @pytest.fixture
-def kernel(folder: Path):
+def kernel(program: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
-    kernel = Kernel(folder)
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(program / "runtime_of_jupyter"))
+    kernel = Kernel(copy_programs(program))
     yield kernel
     kernel.client.stop_channels()
     kernel.manager.shutdown_kernel(now=True)
 
 
-def test_the_cells_of_the_page_give_what_it_says(kernel: Kernel, folder: Path):
+def test_the_cells_of_the_page_give_what_it_says(kernel: Kernel, program: Path):
     """Also after mistakes in the options, the notebook and a file, and after the stop button."""
-    assert kernel(FIRST) == result(FIRST) == "0"
-    assert "finished after 38 of 38 steps" in kernel.printed
-    assert kernel(BAD_OPTION) == result(BAD_OPTION) == "ConfigError"
-    assert kernel(BAD_CODE) == result(BAD_CODE) == "NameError"
+    assert kernel.gives_what_it_says(FIRST) and "finished after 38 of 38 steps" in kernel.printed
+    assert kernel.gives_what_it_says(BAD_OPTION)
+    assert kernel.gives_what_it_says(BAD_CODE)
     kernel("%debug", "p logits.shape", "q")
     assert "torch.Size([50, 10])" in kernel.printed
-    assert len([*folder.glob("*-notebook")]) == 1, "a mistake leaves no run directory"
+    assert len([*program.glob("*-notebook")]) == 1, "a mistake leaves no run directory"
     corrected = BAD_CODE.replace("logits, target,", "logits, targets,")
     assert kernel(corrected) == "0" and "val/accuracy" in kernel.printed
 
-    replace(folder, "forward", "raise KeyError")
+    replace(program, "forward", "raise KeyError")
     assert kernel("train.main(config)") == "KeyError"
-    shutil.copy(REPO / "model.py", folder)
+    shutil.copy(REPO / "model.py", program)
 
     def press() -> None:
-        wait_for(lambda: [*folder.glob("*-long/checkpoints/step-*.ckpt")])
+        wait_for(lambda: [*program.glob("*-long/checkpoints/step-*.ckpt")])
         kernel.manager.interrupt_kernel()
 
     stop = threading.Thread(target=press)
     stop.start()
-    assert kernel(LONG) == result(LONG) == "75"
+    assert kernel.gives_what_it_says(LONG)
     stop.join()
-    assert kernel(RESUME) == result(RESUME) == "0"
+    assert kernel.gives_what_it_says(RESUME)
 
-    kernel(USE.replace("20261122-102325-train_out", run_dir(folder, "long").name))
+    kernel(USE.replace("20261122-102325-train_out", run_dir(program, "long").name))
     assert re.fullmatch(r"tensor\(\d\)", kernel.printed.strip())
-
-
-@pytest.mark.night  # it traces all imports, twice
-@pytest.mark.parametrize(
-    "command, mistake, lines, found",
-    [
-        pytest.param(PDB, "", "p batch[0].shape|clear 1|continue|continue|q", "finished after 4 of 4 steps", id="pdb"),
-        pytest.param(POST_MORTEM, "logits = model(image)", "pdb.pm()|p images.shape|q|exit()", "NameError", id="pm"),
-    ],
-)
-def test_the_debuggers_of_the_page_show_the_shape_of_a_batch(command, mistake, lines: str, found: str, folder: Path):
-    """To someone who types these lines. pdb stops in the loss, and then trains."""
-    if mistake:
-        replace(folder, "logits", mistake)
-    env = clean_environment() | {"PYTHONUNBUFFERED": "1"}  # python -i would read ahead
-    given = {"input": lines.replace("|", "\n") + "\n", "env": env, "timeout": 300}
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, **given)
-    assert done.returncode == 0, done.stderr
-    assert "torch.Size([50, 1, 8, 8])" in done.stdout and found in done.stdout + done.stderr
