@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,32 +26,25 @@ from helpers import (
 
 from runtime.loader import start_worker
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the workers of other systems begin without files")
 
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_data_worker_that_dies_or_freezes_ends_the_run_in_the_words_of_torch(number: int, tmp_path):
+@pytest.mark.parametrize(
+    "number, words",
+    [(signal.SIGKILL, r"DataLoader worker \(pid.* \d+\) (is killed by signal: Killed.*|exited.*)"),
+     (signal.SIGSTOP, r"DataLoader timed out after 15\.0 seconds")],
+)  # fmt: skip
+def test_a_data_worker_that_dies_or_freezes_ends_the_run_in_the_words_of_torch(number: int, words: str, tmp_path):
     process, pids = started(tmp_path, "--num_workers 1 --timeout 15")
     for worker in pids[1:]:
         os.kill(worker, number)
     error, note = end_of(process, pids)[-2:]
-    assert process.returncode == 1
-    dies = r"DataLoader worker \(pid.* \d+\) (is killed by signal: Killed.*|exited.*)"
-    words = dies if number == signal.SIGKILL else r"DataLoader timed out after 15\.0 seconds"
-    assert re.fullmatch(f"RuntimeError: {words}", error)
+    assert process.returncode == 1 and re.fullmatch(f"RuntimeError: {words}", error)
     assert note == how_to_go_on(tmp_path) and last_summary(tmp_path)["state"] == "failed"
     assert_whole_checkpoints(tmp_path)
 
 
-DIES = """
-for child in torch.multiprocessing.active_children():
-    child.kill()
-time.sleep(1)
-"""
-
-
 def test_a_data_worker_that_dies_while_the_run_ends_does_not_hide_how_to_go_on(program, cwd):
-    process, pids = started(cwd, "--num_workers 1", repo=insert_before(program, "run ends", DIES))
+    dies = "for child in torch.multiprocessing.active_children():\n    child.kill()\ntime.sleep(1)"
+    process, pids = started(cwd, "--num_workers 1", repo=insert_before(program, "run ends", dies))
     os.kill(pids[1], signal.SIGKILL)
     *_, error, last = end_of(process, pids)
     assert "DataLoader worker" in error and last == how_to_go_on(cwd)
@@ -79,8 +71,7 @@ import train
 def compute_loss(*_):
     raise ValueError("deliberate")
 
-if FAILS:
-    train.compute_loss = compute_loss
+train.compute_loss = compute_loss
 own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
 own.start()
 try:
@@ -93,10 +84,9 @@ own.kill()
 """
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_run_ends_its_data_workers_and_no_process_of_a_notebook(fails: bool, tmp_path):
-    """Also a run that fails before its first batch."""
-    (tmp_path / "notebook.py").write_text(NOTEBOOK.replace("FAILS", str(fails)))
+def test_a_run_ends_its_data_workers_and_no_process_of_a_notebook(tmp_path):
+    """Also a run that fails before its first step."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
     assert run(f"{tmp_path}/notebook.py", tmp_path).stdout.splitlines()[-1] == "left True"
 
 
@@ -116,7 +106,6 @@ indices = numbers
 """
 
 
-@needs_linux
 def test_data_workers_read_from_a_file_that_the_main_process_has_opened(program, tmp_path: Path):
     """They get the samples that a run without them has. In test.py as well."""
     insert_before(program, "fetch", OF_FILE)
@@ -129,37 +118,25 @@ def test_data_workers_read_from_a_file_that_the_main_process_has_opened(program,
     assert results(program, cwd, "--num_workers 2") == results(REPO, plain, "")
 
 
-def in_worker(check) -> None:
-    """Calls check() in a data worker that has begun."""
-
-    def begin():
-        start_worker(0)
-        check()
-
-    worker = multiprocessing.get_context("fork").Process(target=begin)
-    worker.start()
-    worker.join()
-    assert worker.exitcode == 0
-
-
-@needs_linux
-@pytest.mark.parametrize("is_deleted", [False, True])
-def test_a_data_worker_goes_on_in_a_file_from_where_it_was(is_deleted: bool, tmp_path: Path):
-    """One that is written, as by `train.py > log`, keeps one position for all: else a process would write over the
-    lines of another one."""
+def test_a_data_worker_goes_on_in_a_file_from_where_it_was(tmp_path: Path):
+    """Here in one that is deleted. One that is written, as by `train.py > log`, keeps one position for all: else a
+    process would write over the lines of another one."""
     (tmp_path / "file").write_text("one two three")
     with open(tmp_path / "file", buffering=0, mode="rb") as file, open(tmp_path / "log", "w+b", buffering=0) as log:
         assert file.read(4) == b"one "
-        if is_deleted:
-            (tmp_path / "file").unlink()
+        (tmp_path / "file").unlink()
 
-        def check():
+        def begin():
+            start_worker(0)
             assert file.read(4) == b"two "
             assert not os.get_inheritable(file.fileno())
             log.write(b"worker\n")
 
-        in_worker(check)
-        log.write(b"main\n")
-        in_worker(check)
+        for number in (1, 2):
+            worker = multiprocessing.get_context("fork").Process(target=begin)
+            worker.start()
+            worker.join()
+            assert worker.exitcode == 0
+            log.write(b"main %d\n" % number)
         assert file.read() == b"two three"
-    assert (tmp_path / "log").read_text() == "worker\nmain\nworker\n"
+    assert (tmp_path / "log").read_text() == "worker\nmain 1\nworker\nmain 2\n"
