@@ -38,24 +38,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def kill_before(change: str | int, command: str, cwd: Path, tmp_path: Path, where: str = "-train_out") -> list[str]:
-    """Kills the command before a change of a file; returns all that there were, the one that was not made included.
-
-    Args:
-        change: `N`, or `EVENT NAME N` for the N-th of one kind, or two of these with a comma between them, of which the
-            second is looked for after the first. With 0 nothing is killed.
-        where: What the path of the file has in it.
-    """
+    """Kills the command before a change of a file whose path has `where` in it; returns all that there were, the one
+    that was not made included. The change is `N`, or `EVENT NAME N` for the N-th of one kind, or two of these with a
+    comma between them, of which the second is looked for after the first. With 0 nothing is killed."""
     wanted = [each.rpartition(" ") for each in str(change).split(", ")]
-    lines = {
-        "WANTED": [[kind, int(number)] for kind, _, number in wanted],
-        "CHANGES": str(tmp_path / "changes"),
-        "WHERE": where,
-    }
-    (tmp_path / "changes").unlink(missing_ok=True)
+    found = tmp_path / "changes"
+    lines = {"WANTED": [[kind, int(number)] for kind, _, number in wanted], "CHANGES": str(found), "WHERE": where}
+    found.unlink(missing_ok=True)
     (tmp_path / "killer.py").write_text("".join(f"{name} = {value!r}\n" for name, value in lines.items()) + KILLER)
     script, _, options = command.partition(" ")
     run(f"{tmp_path}/killer.py {REPO / script} {options}", cwd, code=-signal.SIGKILL if change else 0)
-    return (tmp_path / "changes").read_text().splitlines()
+    return found.read_text().splitlines()
 
 
 def remove_what_is_no_run(cwd: Path) -> None:

@@ -23,12 +23,10 @@ class Halved(torch.Tensor):
         if function is aten.copy_.default:
             args[0].kept.copy_(args[1].kept if isinstance(args[1], cls) else args[1])
             return args[0]
-        if function is aten.detach.default:
-            return cls(function(args[0].kept))
         if function is aten.clone.default:
             raise NotImplementedError("clone")
-        if function is aten._to_copy.default:
-            return cls(args[0].kept.to(kwargs.get("device")))
+        if function in (aten.detach.default, aten._to_copy.default):
+            return cls(args[0].kept.to((kwargs or {}).get("device")))
         args, kwargs = tree_map(lambda x: x.kept.float() if isinstance(x, cls) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -19,10 +18,11 @@ from helpers import (
     call,
     checkpoint,
     ended_and_resumed,
-    history,
     killed_and_resumed,
+    rows,
     run,
     run_dir,
+    run_in,
     save_as_of,
 )
 from mistakes import refuses
@@ -53,19 +53,15 @@ def scaled(tmp_path_factory) -> Path:
 
 def test_a_seed_gives_the_same_weights_on_every_kind_of_device():
     """They are drawn on the CPU; a device has other random numbers."""
-    dataset = build_datasets(TrainConfig())["train"]
-    torch.manual_seed(0)
-    model = build_model(TrainConfig(), dataset)
+    model = build_model(TrainConfig(), build_datasets(TrainConfig())["train"])
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("device", ["cuda:1", "mps"])
-def test_checkpoints_of_another_machines_gpu_are_read(device: str, tmp_path):
+def test_checkpoints_of_another_machines_gpu_are_read(tmp_path):
     call(f"train.py {SMALL} --epochs 2", tmp_path)
-    save_as_of(device, run_dir(tmp_path))
-    for path in run_dir(tmp_path).glob("checkpoints/*.ckpt"):
-        with pytest.raises(RuntimeError, match=device.partition(":")[0]):
-            torch.load(path, weights_only=True)
+    save_as_of("cuda:1", run_dir(tmp_path))
+    with pytest.raises(RuntimeError, match="cuda"):
+        checkpoint(tmp_path, "best")
     for name in ("best", "last"):
         assert "accuracy" in call(f"test.py --out_dir train_out --checkpoint {name}", tmp_path).stdout
     assert "resumed from" in call("train.py --resume auto --epochs 3", tmp_path).stdout
@@ -105,17 +101,15 @@ def test_the_gradient_scaler_is_restored(scaled, tmp_path):
 def test_the_norm_that_a_step_logs_and_clips_is_that_of_unscaled_gradients(scaled, tmp_path):
     """Up to the rounding of float16 and bfloat16; the scale is 4."""
     options = f"{SMALL} --max_steps 3 --max_grad_norm 0.1 --log_interval 1 --logger_name csv"
-    norms = []
-    for name, command in (("plain", "train.py --precision bf16-mixed"), ("scaled", f"{scaled}/train.py")):
-        (tmp_path / name).mkdir()
-        call(f"{command} {options}", tmp_path / name)
-        norms.append([float(row["train/grad_norm"]) for row in history(tmp_path / name)])
+    one = run_in(tmp_path / "one", f"train.py --precision bf16-mixed {options}")
+    other = run_in(tmp_path / "other", f"{scaled}/train.py {options}")
+    norms = [[row["train/grad_norm"] for row in rows(cwd)] for cwd in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
-def test_two_optimizers_are_refused(scaled, program, cwd):
+def test_two_optimizers_are_refused(program, cwd):
     """Fabric updates the scale after the step of each: the second one would divide its gradients again."""
-    shutil.copytree(scaled, program)
+    insert_before(program, "Fabric", SCALED)
     insert_after(program, "set up optimizer", "other = fabric.setup_optimizers(torch.optim.SGD(model.parameters()))")
     insert_before(program, "state", '"other": other,')
     refuses(f"{program}/train.py {SMALL}", cwd, "--precision 16-mixed", "one optimizer", "bf16-mixed")
@@ -136,9 +130,7 @@ def test_gradients_of_the_input_are_there_in_every_other_precision(precision):
 class Reads(TorchDispatchMode):
     """Counts how often a function of the template takes a number off the device by itself."""
 
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
+    counts: Counter = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
@@ -151,11 +143,10 @@ class Reads(TorchDispatchMode):
 def test_all_means_of_a_log_or_a_validation_come_off_the_device_at_once(tmp_path):
     """In Means.reduce, as one tensor. Others are, in the first step and at each of the five checkpoints, whether the
     loss and the weights are finite; the last one is written twice."""
-    with Reads() as reads:
+    with Reads():
         call(f"train.py {SMALL} --log_interval 2 --max_grad_norm 1", tmp_path)
-    del reads.counts["__init__"]  # of a dataset
-    assert reads.counts == {"check_values": 1, "check_weights": 6}
-    assert [int(row["step"]) for row in history(tmp_path)] == [*range(2, 21, 2)]
+    del Reads.counts["__init__"]  # of a dataset
+    assert Reads.counts == {"check_values": 1, "check_weights": 6}
 
 
 # ---- resume
@@ -165,17 +156,13 @@ def test_what_was_built_on_the_cpu_is_restored_there_and_the_rest_on_the_device(
     """As far as the devices of the tensors go: `meta` stands for a GPU."""
     fabric = SimpleNamespace(device=torch.device("meta"), to_device=lambda tensor: tensor.to("meta"))
     on_device, on_cpu = torch.zeros(2, device="meta"), torch.zeros(2)
-    saved = torch.ones(3)
     for built, expected in (
-        (on_device, "meta"),
-        (on_cpu, "cpu"),
+        ([], "meta"),
         ([on_device], "meta"),
         ([{"counts": on_cpu}], "cpu"),
-        ([], "meta"),
-        ({"both": [on_cpu, on_device]}, "meta"),
+        ([{"both": [on_cpu, on_device]}], "meta"),
     ):
-        value = restored(fabric, built, [saved] if isinstance(built, list) else saved)
-        (tensor,) = value if isinstance(value, list) else [value]
+        (tensor,) = restored(fabric, built, [torch.ones(3)])
         assert tensor.device.type == expected, built
 
 

@@ -1,7 +1,7 @@
 """What breaks a run breaks it with a clear last line, costs nothing that was saved, and a resume repairs it.
 
 By day a sample of each fault, and at night 100 kills, full disks and damaged files: `python -m pytest -m ""
-tests/template/test_faults.py`. To mount a disk needs root.
+tests/template/test_faults.py`.
 """
 
 import os
@@ -28,13 +28,11 @@ from helpers import (
     assert_same_best,
     assert_same_run,
     assert_same_training,
-    assert_same_weights,
     assert_stopped_and_saved,
     assert_whole_checkpoints,
     call,
     children,
     copied,
-    execute,
     flip_a_bit,
     folders,
     history,
@@ -45,10 +43,10 @@ from helpers import (
     newest,
     run,
     run_dir,
+    run_in,
     start,
     truncate,
     wait_for,
-    weights,
 )
 from killer import kill_before, remove_what_is_no_run
 from mistakes import assert_one_line, refuses
@@ -99,19 +97,28 @@ def test_a_storm_of_kills(options: str, tmp_path):
     assert_same(cwd, alone)
 
 
-BEGUN = ["", "os.rename step-00000002.ckpt.tmp 1, open summary.json 1", "os.link step-00000002.ckpt 1"]
 CHANGES = ["os.rename config.yaml 1", "os.rename metrics.csv 1", "os.rename step-00000002.ckpt.tmp 1",
            "os.link step-00000002.ckpt 1", "os.rename best.tmp 1", "os.rename model.pt.tmp 1",
            "os.rename model.pt.tmp 1, os.rename summary.json.tmp 1"]  # fmt: skip
+# The best is the first validation, after step 4, which is not saved otherwise: best.ckpt is the only one of it.
+BEST_ALONE = "--max_steps 8 --checkpoint_interval 3 --val_interval 4 --monitor_mode min"
+BEGUN = [
+    ("", ""),
+    ("os.rename step-00000002.ckpt.tmp 1, open summary.json 1", ""),
+    ("os.link step-00000002.ckpt 1", ""),
+    ("os.rename best.ckpt.tmp 1, open summary.json 1", BEST_ALONE),
+]
 
 
 @pytest.mark.parametrize(
-    "begun, change", [*(("", change) for change in CHANGES), *(pytest.param(each, "", marks=night) for each in BEGUN)]
+    "begun, options, change",
+    [*(("", "", change) for change in CHANGES), *(pytest.param(*each, "", marks=night) for each in BEGUN)],
 )
-def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, begun: str, change: str):
+def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, begun: str, options: str, change: str):
     """Also not the best: a step whose checkpoint is not the best yet is validated again. At night before each change
-    that a new run makes, or a resume of one that was killed in its first save, or after it, before the validation."""
-    command, first = f"{TWO_SAVES} --resume auto", tmp_path / "first"
+    that a new run makes, or a resume of one that was killed in its first save, after it, or after that of the best."""
+    command, first = f"{TWO_SAVES} {options} --resume auto", tmp_path / "first"
+    alone = run_in(tmp_path / "alone", command) if options else two_saves
     first.mkdir()
     if begun:
         kill_before(begun, command, first, tmp_path)
@@ -121,39 +128,28 @@ def test_a_kill_between_two_changes_of_files_costs_nothing(two_saves, tmp_path, 
         changes = [*range(1, len(kill_before(0, command, counted, tmp_path)) + 1)]
     for number, each in enumerate(changes):
         cwd = Path(shutil.copytree(first, tmp_path / str(number)))
-        *_, last = kill_before(each, command, cwd, tmp_path)
-        assert not change or last.startswith(change.rpartition(", ")[2].rpartition(" ")[0])
+        kill_before(each, command, cwd, tmp_path)
         # At night in a process of its own: what that of the tests has imported would be source files of the run.
         (call if change else run)(command, cwd)
-        assert_same(cwd, two_saves)
+        assert_same(cwd, alone)
 
 
-@pytest.mark.parametrize(
-    "change, steps", [("os.rename config.yaml 1", 4), ("os.rename config.yaml 1, os.rename summary.json 1", 8)]
-)
-def test_a_run_that_is_made_longer_is_unfinished_before_it_has_its_new_config(two_saves, tmp_path, change, steps):
+def test_a_run_that_is_made_longer_is_unfinished_before_it_has_its_new_config(two_saves, tmp_path):
     """Killed in between, it would otherwise be a finished one of more steps than it has made."""
     cwd = copied(two_saves, tmp_path)
+    change = "os.rename config.yaml 1, os.rename summary.json 1"
     kill_before(change, f"{TWO_SAVES} --resume auto --max_steps 8", cwd, tmp_path)
     assert last_summary(cwd)["state"] == "running"
-    assert f"max_steps: {steps}\n" in (run_dir(cwd) / "config.yaml").read_text()
-    torch.testing.assert_close(weights(cwd), weights(two_saves), atol=0, rtol=0)
-    assert f"finished after {steps} of {steps} steps" in call("train.py --resume auto", cwd).stdout
+    assert "max_steps: 8\n" in (run_dir(cwd) / "config.yaml").read_text()
+    assert "finished after 8 of 8 steps" in call("train.py --resume auto", cwd).stdout
 
 
-@pytest.mark.parametrize("link", [None, "logs", "logs/csv"])
-def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(link: str | None, monkeypatch, tmp_path):
-    """Otherwise a resume from it would go on behind rows that a power failure has taken. Also where a folder of the
-    logs is a link to another disk."""
-    if link:
-        call(f"{TWO_SAVES} tensorboard --max_steps 1", tmp_path)
-        folder = run_dir(tmp_path) / link
-        folder.rename(tmp_path / "elsewhere")
-        folder.symlink_to(tmp_path / "elsewhere")
+def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(monkeypatch, tmp_path):
+    """Otherwise a resume from it would go on behind rows that a power failure has taken."""
     done, fsync, rename = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: done.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda old, new: rename(old, new) or done.append(f"renamed {new}"))
-    call(f"{TWO_SAVES} tensorboard --resume auto", tmp_path)
+    call(f"{TWO_SAVES} tensorboard", tmp_path)
     saves = [place for place, name in enumerate(done) if re.fullmatch(r"renamed .*/step-.*\.ckpt", name)]
     assert len(saves) == 3  # the last one twice
     for first, last in zip([0, *saves], saves, strict=False):
@@ -164,41 +160,26 @@ def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(link: s
 # ---- signals
 
 
-TARGETS = {
-    "process": lambda process: process.pid,
-    "group": lambda process: -process.pid,
-    "rank 1": lambda process: children(process.pid)[0],
-}
-BY_NIGHT = [(number, target) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) for target in TARGETS]
-
-
+@night
 @pytest.mark.parametrize(
-    "number, target, devices",
-    [(signal.SIGUSR1, "process", ""), pytest.param(signal.SIGINT, "process", "", marks=night),
-     *(pytest.param(*each, ON_2, marks=night) for each in BY_NIGHT)],
+    "stop",
+    [lambda process: os.killpg(process.pid, signal.SIGINT),
+     lambda process: os.kill(children(process.pid)[0], signal.SIGUSR1)],
+    ids=["SIGINT to all", "SIGUSR1 to rank 1"],
 )  # fmt: skip
-def test_sigint_sigterm_or_sigusr1_to_any_process_stops_all_and_the_run_goes_on(number, target, devices, whole, cwd):
-    done = interrupt(f"{LONG} {devices}", cwd, lambda process: os.kill(TARGETS[target](process), number))
+def test_a_signal_to_all_processes_or_to_one_stops_all_and_the_run_goes_on(stop, whole, cwd):
+    done = interrupt(f"{LONG} {ON_2}", cwd, stop)
     assert_stopped_and_saved(done, cwd)
-    execute(f"train.py --resume auto {devices}", cwd)
-    (assert_same_training if devices else assert_same_run)(cwd, whole)
+    run(f"train.py --resume auto {ON_2}", cwd)
+    assert_same_training(cwd, whole)
 
 
-SLEEPS = """
-if step == 30:
-    import pathlib, time
-
-    pathlib.Path("slow").touch()
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("first", [signal.SIGTERM, *(pytest.param(n, marks=night) for n in (signal.SIGINT, 10))])
-def test_a_second_ctrl_c_ends_at_once(first: int, program, cwd):
-    insert_after(program, "step is done", SLEEPS)
+def test_a_second_ctrl_c_ends_at_once(program, cwd):
+    """Or the first one after another signal."""
+    insert_after(program, "step is done", 'print("asleep", flush=True)\n__import__("time").sleep(1000)')
     process = start(f"{program / SLOW}", cwd)
-    wait_for(lambda: process.poll() is not None or (cwd / "slow").exists())
-    process.send_signal(first)
+    assert any(line == "asleep\n" for line in process.stdout)
+    process.send_signal(signal.SIGUSR1)
     time.sleep(1)
     assert process.poll() is None  # it waits for the end of the step
     process.send_signal(signal.SIGINT)
@@ -224,48 +205,44 @@ def test_a_summary_that_cannot_be_read_is_told_in_a_line(whole, tmp_path, conten
     assert "summary.json" not in call("train.py --resume auto", cwd).stdout
 
 
-LOGS = {
-    "semicolons": lambda log: log.replace(b",", b";").replace(b".", b","),
-    "line above": lambda log: b"My best run\n" + log,
-    "line of cells above": lambda log: b"My best run" + b"," * log.partition(b"\n")[0].count(b",") + b"\n" + log,
-    "line between": lambda log: log.replace(b"\n", b"\nthe best,\n", 1),
-    "zero bytes between": lambda log: log.replace(b"\n", b"\n" + bytes(300_000) + b"\n", 1),
-    "UTF-16": lambda log: log.decode().encode("utf-16"),
-    "other header": lambda log: log.replace(b"step", b"number", 1),
-    "a row was cut": lambda log: log + b"8",  # of step 80, as by a full disk; that is no row of step 8
-    "zero bytes at the end": lambda log: log + bytes(5000),  # as by a power failure
-}
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_a_log_that_cannot_be_read_ends_the_resume_and_stays_as_it_is(whole, killed, tmp_path, name: str):
-    """Once it is moved away, a new one begins. But what a fault has left at its end is dropped."""
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda log: log.replace(b",", b";").replace(b".", b","),
+        lambda log: log.replace(b"\n", b"\nthe best,\n", 1),
+        lambda log: log.replace(b"\n", b"\n" + bytes(300_000) + b"\n", 1),
+    ],
+    ids=["semicolons", "line between", "zero bytes between"],
+)
+def test_a_log_that_cannot_be_read_ends_the_resume_and_stays_as_it_is(whole, killed, tmp_path, damage):
+    """Once it is moved away, a new one begins."""
     cwd = copied(killed, tmp_path)
     log = run_dir(cwd) / "logs" / "csv" / "metrics.csv"
-    content, saved = LOGS[name](log.read_bytes()), newest(cwd)
+    content, saved = damage(log.read_bytes()), newest(cwd)
     log.write_bytes(content)
-    if name in ("a row was cut", "zero bytes at the end"):
-        call("train.py --resume auto", cwd)
-        assert_same_run(cwd, whole)
-        assert b"\0" not in log.read_bytes() and [*log.parent.iterdir()] == [log]
-        return
     assert_one_line(call("train.py --resume auto", cwd, code=1), str(log.relative_to(cwd)), "move it away")
     assert log.read_bytes() == content and newest(cwd) == saved
     log.rename(cwd / "moved.csv")
     call("train.py --resume auto", cwd)
     later = history(cwd)
     assert later == history(whole)[-len(later) :] != []
-    assert_same_weights(weights(cwd), weights(whole), atol=0)
 
 
-@pytest.mark.parametrize(
-    "name, damage",
-    [("checkpoints/best.ckpt", flip_a_bit), ("model.pt", truncate), ("model.pt", b""), ("model.pt", b"text")],
-)
+@pytest.mark.parametrize("end", [b"8", bytes(5000)], ids=["of a full disk", "of a power failure"])
+def test_the_cut_end_of_a_log_is_dropped(whole, killed, tmp_path, end: bytes):
+    """The row is of step 80; it is no row of step 8."""
+    cwd = copied(killed, tmp_path)
+    with open(run_dir(cwd) / "logs" / "csv" / "metrics.csv", "ab") as file:
+        file.write(end)
+    call("train.py --resume auto", cwd)
+    assert_same_run(cwd, whole)
+
+
+@pytest.mark.parametrize("name, damage", [("checkpoints/best.ckpt", flip_a_bit), ("model.pt", truncate)])
 def test_a_damaged_file_is_not_evaluated(finished, tmp_path, name: str, damage):
     """One with a wrong bit in a tensor would be loaded without a word."""
     path = Path(shutil.copy(finished / name, tmp_path))
-    path.write_bytes(damage) if isinstance(damage, bytes) else damage(path)
+    damage(path)
     words = (f"--checkpoint {path}: ", "damaged", "another checkpoint may do")
     refuses(f"test.py --out_dir {finished} --checkpoint {path}", tmp_path, *words, code=1)
 
@@ -291,7 +268,7 @@ class Forged:
         return os.mkdir, ("code-was-run",)
 
 
-def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path, monkeypatch):
+def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path):
     """Neither a file nor a directory of torch.distributed.checkpoint, whose .metadata is a pickle."""
     cwd = copied(killed, tmp_path)
     *_, file, directory = sorted(cwd.glob("*/checkpoints/step-*.ckpt"))
@@ -299,63 +276,29 @@ def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path, monkeypatch):
     directory.unlink()
     directory.mkdir()
     (directory / ".metadata").write_bytes(pickle.dumps(Forged()))
-    for path in (file, directory):
-        command = f"test.py --out_dir train_out --checkpoint {path}"
-        assert_one_line(call(command, cwd, code=2 if path.is_dir() else 1), f"--checkpoint {path}")
+    command = f"test.py --out_dir train_out --checkpoint {file}"
+    assert_one_line(call(command, cwd, code=1), f"--checkpoint {file}")
     printed = call("train.py --resume auto", cwd).stdout
     assert_same_run(cwd, whole)
     for path in (file, directory):
         assert f"{path.name}: it is damaged" in printed and path.with_name(f"{path.name}.damaged").exists()
     assert not (cwd / "code-was-run").exists()
-    monkeypatch.chdir(cwd)
-    pickle.loads((directory.with_name(f"{directory.name}.damaged") / ".metadata").read_bytes())
-    assert (cwd / "code-was-run").exists(), "the forgery is a good one"
 
 
 # ---- no room, no memory
 
 REFUSED = "the system refused to read or write the run: "
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
-on_a_mount = [night, as_root]
 
 
-def system(*command) -> None:
-    subprocess.run(command, check=True)
-
-
-@pytest.mark.parametrize(
-    "disk, words",
-    [
-        ("no file beyond 5 kB", "[Errno 27] File too large"),
-        pytest.param("full", "[Errno 28] No space left", marks=on_a_mount),
-        pytest.param("read-only", "[Errno 30] Read-only", marks=on_a_mount),
-    ],
-)
-def test_a_full_disk_costs_no_checkpoint(disk: str, words: str, whole, cwd):
-    def strike(process: subprocess.Popen) -> None:
-        if disk == "read-only":
-            system("mount", "--bind", "-o", "ro", run_dir(cwd), run_dir(cwd))
-        else:
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (5000, 5000))
-
-    try:
-        if disk == "full":
-            system("mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", cwd)
-            done = run(f"{LONG} --num_checkpoint_keep 0", cwd, code=1)
-            system("mount", "-o", "remount,size=9m", cwd)
-        else:
-            done = interrupt(LONG, cwd, strike)
-            assert done.returncode == 1
-        if disk == "read-only":
-            system("umount", run_dir(cwd))
-        last = subprocess.CompletedProcess("train.py", 1, "", done.stderr.splitlines()[-1])
-        assert_one_line(last, REFUSED + words, how_to_go_on(cwd))
-        assert_whole_checkpoints(cwd)
-        call("train.py --resume train_out", cwd)
-        assert_same_run(cwd, whole)
-    finally:
-        if disk == "full":
-            system("umount", cwd)
+def test_a_full_disk_costs_no_checkpoint(whole, cwd):
+    """As a read-only one does not. Here no file can grow."""
+    done = interrupt(LONG, cwd, lambda process: resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0)))
+    assert done.returncode == 1
+    last = subprocess.CompletedProcess("train.py", 1, "", done.stderr.splitlines()[-1])
+    assert_one_line(last, f"{REFUSED}[Errno 27] File too large", how_to_go_on(cwd))
+    assert_whole_checkpoints(cwd)
+    call("train.py --resume train_out", cwd)
+    assert_same_run(cwd, whole)
 
 
 def test_a_disk_that_fills_up_within_a_checkpoint_is_told_by_the_words_of_the_system(tmp_path):
@@ -382,35 +325,24 @@ def test_out_of_memory_names_the_option_that_helps(tmp_path):
 
 # ---- a mistake in the code
 
-IN_AN_EXCEPTION = """
-try:
-    open("cache.pt")
-except FileNotFoundError:
-    images.shapes
-"""
 IN_A_WORKER = 'if self.shift and len(indices) > 1:\n    raise ValueError("bad 7")'
 
 
 @pytest.mark.parametrize(
     "point, mistake, name, told",
     [
-        ("digits", '{}["images"]', "data.py", "KeyError: 'images'"),
         ("digits", "torch.ones(4).view(3)", "data.py", "RuntimeError: shape '[3]' is invalid"),
-        ("digits", "raise AssertionError('no digits')", "data.py", "AssertionError: no digits"),
         ("fetch", "raise OSError('no image')", "data.py", "OSError: no image"),
         ("fetch", IN_A_WORKER, "data.py", "ValueError: bad 7"),
-        ("forward", "self.skip_connection(images)", "model.py", "AttributeError: 'Model' object has no"),
-        ("forward", IN_AN_EXCEPTION, "model.py", "AttributeError: 'Tensor' object has no attribute 'shapes'"),
+        ("forward", "self.skip_connection(images)", "model.py", "AttributeError: 'Model' object has no attribute"),
     ],
 )
 def test_a_mistake_in_the_code_is_taken_for_nothing_else(point: str, mistake: str, name: str, told: str, program, cwd):
-    """Neither for a wrong --data_dir, nor for a fault of the system or the missing file that it had dealt with, nor for
-    the death of another process, such as the data worker that has met it."""
+    """Neither for a wrong --data_dir, nor for a fault of the system, nor for the death of a data worker."""
     insert_before(program, point, mistake)
     error = call(f"{program}/train.py {SMALL} --num_workers {int(mistake == IN_A_WORKER)}", cwd, code=1).stderr
     assert f'{program}/{name}", line' in error and error.strip().splitlines()[-1].startswith(told)
     assert error.startswith("Traceback (most recent call last):\n")
-    assert ("No such file or directory: 'cache.pt'" in error) == (mistake == IN_AN_EXCEPTION)  # what came before it
 
 
 def test_data_workers_end_in_order_also_without_a_validation(tmp_path):

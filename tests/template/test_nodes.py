@@ -2,12 +2,11 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from shutil import copytree, rmtree
 
 import pytest
 from helpers import (
@@ -68,18 +67,13 @@ def pids(process: subprocess.Popen, host: int) -> list[int]:
 @night
 @pytest.mark.parametrize(
     "command, processes",
-    [
-        pytest.param(f"{PLAIN} --devices 2", 4, id="plain"),
-        pytest.param(f"{TORCHRUN} --nproc_per_node 1 --tee 3 --log-dir logs {REPO}/train.py", 2, id="torchrun"),
-        pytest.param(f"{FABRIC_RUN} {REPO}/train.py", 2, id="fabric run"),
-    ],
+    [(f"{PLAIN} --devices 2", 4), (f"{TORCHRUN} {REPO}/train.py", 2), (f"{FABRIC_RUN} {REPO}/train.py", 2)],
+    ids=["plain", "torchrun", "fabric run"],
 )
 def test_two_hosts_train_like_one_process(one, command: str, processes: int, tmp_path):
     done = run(f"{HOSTS} {command} {MICRO_16}", tmp_path)
     assert f"64 = {processes} device(s) x 16 micro_batch_size" in done.stdout
     assert_same_training(tmp_path, one)
-    if "--log-dir" in command:  # a file for each process
-        assert len([*tmp_path.glob("logs/*/attempt_0/*/stdout.log")]) == processes
 
 
 def test_a_signal_stops_two_hosts_together_and_they_go_on(whole, tmp_path):
@@ -94,43 +88,38 @@ def test_a_signal_stops_two_hosts_together_and_they_go_on(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "differs, words",
+    "damage, words",
     [
-        ("checkpoint", "size of RUN/checkpoints/step-00000008.ckpt: HALF on rank 1 (host1), SIZE on rank 0"),
-        pytest.param("lost checkpoint", "step-00000008.ckpt: None on rank 1 (host1), SIZE on rank 0", marks=night),
-        pytest.param("run", "--resume: None on rank 1 (host1), RUN on rank 0", marks=night),
+        (truncate, "size of RUN/checkpoints/step-00000008.ckpt: HALF on rank 1 (host1), SIZE on rank 0"),
+        pytest.param(Path.unlink, "step-00000008.ckpt: None on rank 1 (host1), SIZE on rank 0", marks=night),
+        pytest.param(
+            lambda path: rmtree(path.parents[1]), "--resume: None on rank 1 (host1), RUN on rank 0", marks=night
+        ),
     ],
+    ids=["cut", "lost", "without the run"],
 )
-def test_a_resume_needs_the_same_on_both_hosts(one, differs: str, words: str, tmp_path):
+def test_a_resume_needs_the_same_checkpoint_on_both_hosts(one, damage, words: str, tmp_path):
     """Each says what is not, before anything is made. They have a disk each."""
-    for host in "01":
-        (tmp_path / host).mkdir()
-        if differs != "run" or host == "0":
-            copy = shutil.copytree(run_dir(one), tmp_path / host / run_dir(one).name)
-            set_running(copy)
-    path = copy / "checkpoints" / "step-00000008.ckpt"
-    size = path.stat().st_size
-    if differs == "checkpoint":
-        truncate(path)
-    if differs == "lost checkpoint":
-        path.unlink()
+    run_0, run_1 = (Path(copytree(run_dir(one), tmp_path / host / run_dir(one).name)) for host in "01")
+    for folder in (run_0, run_1):
+        set_running(folder)
+    checkpoint = run_1 / "checkpoints" / "step-00000008.ckpt"
+    size = checkpoint.stat().st_size
+    damage(checkpoint)
     before = without_locks(tmp_path)
     command = f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 --resume auto {MICRO_16}"
     error = run(command, tmp_path, code=2).stderr
+    words = words.replace("RUN", run_0.name).replace("HALF", str(size // 2)).replace("SIZE", str(size))
     lines = sorted(line for line in error.splitlines() if line.startswith("train.py: error: "))
-    words = words.replace("RUN", copy.name).replace("HALF", str(size // 2)).replace("SIZE", str(size))
     assert [f"rank {rank}: " in line and words in line for rank, line in enumerate(lines)] == [True, True], lines
     assert without_locks(tmp_path) == before and "Traceback" not in error
 
 
 def test_a_host_that_is_missing_is_not_waited_for_longer_than_the_timeout(one, tmp_path):
-    for host in "01":
-        (tmp_path / host).mkdir()
-    set_running(shutil.copytree(run_dir(one), tmp_path / "0" / run_dir(one).name))
+    (tmp_path / "1").mkdir()
+    set_running(copytree(run_dir(one), tmp_path / "0" / run_dir(one).name))
     command = f"{HOSTS} cd $NODE_RANK && {PLAIN} --devices 1 --resume train_out --timeout 5"
-    began = time.monotonic()
     error = run(command, tmp_path, code=1).stderr
-    assert time.monotonic() - began < 150  # the default is 300
     (host_1,) = [line for line in error.splitlines() if line.startswith("train.py: error: ")]
     assert "--resume train_out: no such run" in host_1
     assert "DistStoreError: Timed out after 6 seconds" in error.splitlines()[-1]  # of host 0
