@@ -97,7 +97,7 @@ def hugging_face(files: Path, datasets: Path, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stream_program(files: Path, tmp_path_factory) -> Path:
+def stream(files: Path, tmp_path_factory) -> Path:
     """With blocks of four lines, and the sizes of its shards."""
     program = with_recipe("stream", tmp_path_factory.mktemp("stream"))
     replace(program, ("stream.py", "", "BLOCK = 1000"), "BLOCK = 4")
@@ -105,15 +105,12 @@ def stream_program(files: Path, tmp_path_factory) -> Path:
     return program
 
 
-PROGRAMS = {"hugging_face": "hugging_face", "mapped": "mapped", "stream": "stream_program"}
-
-
 @pytest.fixture(params=FORMATS)
 def format(request, files: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One of FORMATS: what --dataset is, the programs, the folder, and a function that makes its data sets."""
     kind = request.param
     name = "hugging_face" if kind.startswith("hugging_face") else kind
-    program = request.getfixturevalue(PROGRAMS[name])
+    program = request.getfixturevalue(name)
     build_datasets = imported_train(program, monkeypatch).build_datasets
 
     def build(augment: bool = True) -> dict:
@@ -220,10 +217,10 @@ def sampler_of(train, rank: int = 0, world_size: int = 1, step: int = 0):
     return sampler
 
 
-def test_a_part_of_a_stream_is_read_by_one_process(stream_program: Path, tmp_path: Path):
+def test_a_part_of_a_stream_is_read_by_one_process(stream: Path, tmp_path: Path):
     """Of 4 with 4 workers each: so a shard is, where no two parts meet. The order needs no more of the 64 shards than
     their sizes."""
-    reader = imported(stream_program, "stream")
+    reader = imported(stream, "stream")
     sizes = {f"train-{shard:02d}.jsonl.gz": (100 + shard, 0) for shard in range(64)}  # of empty files
     for name in sizes:
         (tmp_path / name).touch()
@@ -237,11 +234,11 @@ def test_a_part_of_a_stream_is_read_by_one_process(stream_program: Path, tmp_pat
     assert len(readers) <= len(train.shards) + reader.PARTS - 1
 
 
-def test_a_stream_has_each_line_once_an_epoch_and_reads_each_shard_once(stream_program, files: Path, monkeypatch):
+def test_a_stream_has_each_line_once_an_epoch_and_reads_each_shard_once(stream, files: Path, monkeypatch):
     """Each line but the last ones, which are others in each epoch, as is the order; each shard but where it is cut, by
     one process without workers, which has all parts. What a resume skips is limited by the size of a shard, however
     long the run has been: --timeout holds there."""
-    reader = imported(stream_program, "stream")
+    reader = imported(stream, "stream")
     train, resumed = (reader.build_stream(str(files / "stream"), 64)["train"] for _ in range(2))
     first, *others = (train.order(epoch, torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3))
     for order in (first, *others):
@@ -264,25 +261,25 @@ def test_a_stream_has_each_line_once_an_epoch_and_reads_each_shard_once(stream_p
 
 
 @pytest.fixture
-def a_stream(files: Path, stream_program: Path, cwd: Path, tmp_path: Path) -> tuple[Path, str]:
+def a_stream(files: Path, stream: Path, cwd: Path, tmp_path: Path) -> tuple[Path, str]:
     """A copy of the stream, and a run with it."""
     shards = Path(shutil.copytree(files / "stream", tmp_path / "shards"))
-    return shards, f"{stream_program}/train.py --accelerator cpu --dataset stream --data_dir {shards}"
+    return shards, f"{stream}/train.py --accelerator cpu --dataset stream --data_dir {shards}"
 
 
-def test_a_stream_of_too_few_shards_or_with_another_batch_is_refused(a_stream, stream_program: Path, cwd: Path):
+def test_a_stream_of_too_few_shards_or_with_another_batch_is_refused(a_stream, stream: Path, cwd: Path):
     shards, command = a_stream
     refuses(f"{command} --effective_batch_size 60", cwd, "--effective_batch_size 60", "a multiple of 8")
     for path in sorted(shards.glob("train-*"))[31:]:
         path.unlink()
-    run(f"{stream_program}/stream.py {shards}", cwd)
+    run(f"{stream}/stream.py {shards}", cwd)
     refuses(command, cwd, "31 shards, but 32 parts")
     (shards / "sizes.json").unlink()
     refuses(command, cwd, "sizes.json")
 
 
 @pytest.mark.parametrize("change, word", [("more", "sizes.json"), ("less", "sizes.json"), ("cut", "end-of-stream")])
-def test_a_stream_names_the_shard_that_has_changed(change: str, word: str, a_stream, stream_program, cwd: Path):
+def test_a_stream_names_the_shard_that_has_changed(change: str, word: str, a_stream, stream, cwd: Path):
     """By its number of bytes at the start; where that is as before, by its lines."""
     shards, command = a_stream
     path = shards / "train-01.jsonl.gz"  # 150 lines
@@ -296,4 +293,4 @@ def test_a_stream_names_the_shard_that_has_changed(change: str, word: str, a_str
     (shards / "sizes.json").write_text(json.dumps(sizes))
     assert_one_line(call(f"{command} --max_steps 18", cwd, code=1), "train-01.jsonl.gz: ", word)
     if change == "cut":
-        assert word in run(f"{stream_program}/stream.py {shards}", cwd, code=1).stderr
+        assert word in run(f"{stream}/stream.py {shards}", cwd, code=1).stderr
