@@ -1,13 +1,12 @@
 """The data sets of docs/data.md: its patches applied, on small real files."""
 
 import gzip
-import importlib
 import json
 import pickle
 import shutil
-import sys
+import subprocess
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from helpers import (
     call,
     folders,
     imported,
+    imported_train,
     interrupt,
     kill_group,
     run,
@@ -43,45 +43,44 @@ SIZES = {"train": 600, "val": 100, "test": 50}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """Digits in all formats but parquet, sorted by class, as a folder per class sorts them. One of the 41 shards is
-    empty, one is large. Blank lines are no samples; files, and what is hidden, are no classes."""
+    """Digits in all formats but parquet, sorted by class, as a folder per class sorts them; those for training in
+    csv the other way round. One of the 41 shards is empty, one is large. Blank lines are no samples; files, and what is
+    hidden, are no classes."""
     from sklearn.datasets import load_digits
 
     root, digits = tmp_path_factory.mktemp("files"), load_digits()
-    folders = {name: root / name for name in FORMATS}
-    for folder in folders.values():
-        folder.mkdir()
+    pictures, _, as_json, as_csv, mapped, stream = folders(root, *FORMATS)
     for split, part in zip(SIZES, np.split(np.arange(750), [600, 700]), strict=True):
         part = part[digits.target[part].argsort(kind="stable")]
         images, targets = digits.images[part].astype(np.uint8)[:, None], digits.target[part]
-        np.save(folders["mapped"] / f"{split}_images.npy", images)
-        np.save(folders["mapped"] / f"{split}_targets.npy", targets)
+        np.save(mapped / f"{split}_images.npy", images)
+        np.save(mapped / f"{split}_targets.npy", targets)
         names = [f"{split}/{target}/{i:03d}.png" for i, target in enumerate(targets)]
         for name, image in zip(names, images, strict=True):
-            picture = folders["hugging_face_pictures"] / name
+            picture = pictures / name
             picture.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[0]).save(picture)
-        (picture.parents[1] / "README.txt").write_text("a file")
-        (picture.parents[1] / ".ipynb_checkpoints").mkdir()
+        (pictures / split / "README.txt").write_text("a file")
+        (pictures / split / ".ipynb_checkpoints").mkdir()
         for name in (".a.png", ".ipynb_checkpoints/a.png"):
-            shutil.copy(picture, picture.parents[1] / name)
+            shutil.copy(picture, pictures / split / name)
         (picture.parent / "._000.png").write_text("of macOS, no image")
         rows = [f"../hugging_face_pictures/{name},digit {name.split('/')[1]}\n" for name in names]
-        (folders["hugging_face_csv"] / f"{split}.csv").write_text("image,label\n" + "".join(rows))
+        rows = rows[::-1] if split == "train" else rows
+        (as_csv / f"{split}.csv").write_text("image,label\n" + "".join(rows))
         pairs = zip(images.tolist(), targets.tolist(), strict=True)
         lines = [json.dumps({"image": image, "label": label}) + "\n" for image, label in pairs]
-        (folders["hugging_face_json"] / f"{split}.jsonl").write_text("\n" + " \n\n".join(lines) + "\n")
+        (as_json / f"{split}.jsonl").write_text("\n" + " \n\n".join(lines) + "\n")
         ends = [0, 150, *range(160, 550, 11), 590, 597, 598] if split == "train" else []
         for shard, lines_of_shard in enumerate(np.split(np.array(lines, object), ends)):
             name = f"train-{shard:02d}.jsonl.gz" if split == "train" else f"{split}.jsonl.gz"
-            (folders["stream"] / name).write_bytes(gzip.compress(("\n" + " \n\n".join(lines_of_shard)).encode()))
+            (stream / name).write_bytes(gzip.compress(("\n" + " \n\n".join(lines_of_shard)).encode()))
     return root
 
 
 @pytest.fixture(scope="module")
 def hugging_face(files: Path, datasets: Path, tmp_path_factory) -> Path:
-    """The programs with the recipe; parquet files, in two shards for the training; the library's cache in a folder
-    here."""
+    """The programs with the recipe; parquet files, in two shards; the library's cache in a folder here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hugging_face")))
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -90,18 +89,15 @@ def hugging_face(files: Path, datasets: Path, tmp_path_factory) -> Path:
 
         for split in SIZES:
             paths = sorted((files / "hugging_face_pictures" / split).glob("[0-9]/[0-9]*.png"))
-            for name, part in ((0, paths[:20]), (1, paths[20:])) if split == "train" else ((0, paths),):
-                rows = {
-                    "image": [path.read_bytes() for path in part],
-                    "label": [int(path.parent.name) for path in part],
-                }
-                path = files / "hugging_face_parquet" / f"{split}-{name}.parquet"
-                pyarrow.parquet.write_table(pyarrow.table(rows), path)
+            images, labels = [path.read_bytes() for path in paths], [int(path.parent.name) for path in paths]
+            table = pyarrow.table({"image": images, "label": labels})
+            for shard, part in enumerate((table[:20], table[20:])):
+                pyarrow.parquet.write_table(part, files / "hugging_face_parquet" / f"{split}-{shard}.parquet")
         yield datasets
 
 
 @pytest.fixture(scope="module")
-def stream_program(files: Path, tmp_path_factory) -> Path:
+def stream(files: Path, tmp_path_factory) -> Path:
     """With blocks of four lines, and the sizes of its shards."""
     program = with_recipe("stream", tmp_path_factory.mktemp("stream"))
     replace(program, ("stream.py", "", "BLOCK = 1000"), "BLOCK = 4")
@@ -109,28 +105,19 @@ def stream_program(files: Path, tmp_path_factory) -> Path:
     return program
 
 
-PROGRAMS = {"hugging_face": "hugging_face", "mapped": "mapped", "stream": "stream_program"}
-
-
-@pytest.fixture(scope="module", params=FORMATS)
-def format(request, files: Path):
+@pytest.fixture(params=FORMATS)
+def format(request, files: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One of FORMATS: what --dataset is, the programs, the folder, and a function that makes its data sets."""
     kind = request.param
     name = "hugging_face" if kind.startswith("hugging_face") else kind
-    program = request.getfixturevalue(PROGRAMS[name])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(program)
-        for module in ("data", name):
-            patch.delitem(sys.modules, module, raising=False)
-        data = importlib.import_module("data")
+    program = request.getfixturevalue(name)
+    build_datasets = imported_train(program, monkeypatch).build_datasets
 
-        def build(augment: bool = True) -> dict:
-            config = SimpleNamespace(dataset=name, data_dir=str(files / kind), effective_batch_size=64)
-            return data.build_datasets(config, augment)
+    def build(augment: bool = True) -> dict:
+        config = SimpleNamespace(dataset=name, data_dir=str(files / kind), effective_batch_size=64)
+        return build_datasets(config, augment)
 
-        yield SimpleNamespace(kind=kind, name=name, program=program, folder=files / kind, build=build)
-        for module in ("data", name):
-            sys.modules.pop(module, None)
+    return SimpleNamespace(name=name, program=program, folder=files / kind, build=build)
 
 
 def test_each_image_comes_with_its_class(format, files: Path):
@@ -158,7 +145,7 @@ def test_augmentation_follows_the_number_of_the_micro_batch_also_in_a_worker_tha
     numbers = ((train, 0), (pickle.loads(pickled), 0), (train, 1), (plain, 0), (plain, 1))
     first, in_worker, other, *never = (SeededBatches(each, 42)[number, np.arange(64)][0] for each, number in numbers)
     assert torch.equal(first, in_worker) and torch.equal(*never)
-    if format.kind != "stream":
+    if format.name != "stream":
         changed = [i for i in range(64) if not torch.equal(first[i], other[i])]
         assert 16 < len(changed) < 48
         assert all(torch.equal(first[i], other[i].flip(-1)) for i in changed)
@@ -166,7 +153,7 @@ def test_augmentation_follows_the_number_of_the_micro_batch_also_in_a_worker_tha
 
 @pytest.mark.parametrize("format", ["hugging_face_pictures", "mapped", "stream"], indirect=True)
 def test_with_workers_killed_in_mid_epoch_and_resumed_and_on_two_processes_it_is_the_same_run(format, tmp_path: Path):
-    command = f"{format.program}/{LONG} --epochs 12 --dataset {format.name} --data_dir {format.folder}"
+    command = f"{format.program}/{LONG} --epochs 6 --dataset {format.name} --data_dir {format.folder}"
     whole, killed, on_2 = folders(tmp_path, "whole", "killed", "on_2")
     call(command, whole)
     run(f"{command} --num_workers 2 {ON_2}", on_2)
@@ -178,86 +165,40 @@ def test_with_workers_killed_in_mid_epoch_and_resumed_and_on_two_processes_it_is
 
 # ---- Hugging Face datasets
 
-
-@pytest.fixture
-def rows(hugging_face: Path) -> ModuleType:
-    return imported(hugging_face, "hugging_face")
-
-
-def an_unseen_class(folder: Path) -> None:
-    (folder / "train" / "10").mkdir()
-    shutil.copytree(folder / "val" / "1", folder / "val" / "10")
-
-
-def deeper_folders(folder: Path) -> None:
-    for split in SIZES:
-        (folder / split / "1" / "more").mkdir()
-        (path, *_) = (folder / split / "1").glob("*.png")
-        path.rename(folder / split / "1" / "more" / path.name)
+# A kind of files, shell commands in their folder that spoil them, and a word of the message.
+SPOILED = [
+    ("pictures", "mkdir train/10; cp -r val/1 val/10", "10"),
+    ("pictures", "for i in */1; do mkdir $i/more; cp $i/*.png $i/more; done", "more"),
+    ("pictures", "for i in */*/*.png; do cp ../of_16_bits.png $i; done", "I;16"),
+    ("json", """echo '{"image": [[[0]]], "label": -1}' > train.jsonl""", "train: the label -1"),
+    ("json", """echo '{"image": [[[0]]], "label": true}' > train.jsonl""", "train: the label True"),
+    ("json", """echo '{"image": [[[0' > train.jsonl""", "generating the dataset"),
+    ("json", "rm val.jsonl", '"val"'),
+    ("json", "cp train.jsonl train.csv", "['json', 'csv']"),
+    ("csv", "sed -i s/label/class/ *.csv", "image, class"),
+    ("csv", "sed -i 's/digit 4/eel/' test.csv", "train does not have: eel"),
+]
 
 
-def sixteen_bits(folder: Path) -> None:
-    """Pillow would make all white what is above 255."""
-    for path in folder.rglob("*.png"):
-        Image.fromarray(np.full((8, 8), 30_000, np.uint16)).save(path)
-
-
-def label(value: str):
-    line = f'{{"image": [[[0, 1], [2, 3]]], "label": {value}}}\n'
-    return lambda folder: (folder / "train.jsonl").write_text(3 * line)
-
-
-def two_kinds(folder: Path) -> None:
-    shutil.copy(folder / "train.jsonl", folder / "train.csv")
-
-
-def other_columns(folder: Path) -> None:
-    for split in SIZES:
-        (folder / f"{split}.csv").write_text("image,class\na.png,3\n")
-
-
-@pytest.mark.parametrize(
-    "kind, spoil, word",
-    [
-        ("pictures", an_unseen_class, "10"),
-        ("pictures", deeper_folders, "more"),
-        ("pictures", sixteen_bits, "I;16"),
-        *[("json", label(value), "train: the label ") for value in ("-1", "true")],
-        ("json", lambda folder: (folder / "train.jsonl").write_text('{"image": [[[0\n'), "generating the dataset"),
-        ("json", lambda folder: (folder / "val.jsonl").unlink(), '"val"'),
-        ("json", two_kinds, "['json', 'csv']"),
-        ("csv", other_columns, "image, class"),
-    ],
-)
-def test_hugging_face_files_that_cannot_be_read_are_refused(kind, spoil, word, files, rows: ModuleType, tmp_path: Path):
-    """In the one line that train.py prints of such an error."""
+@pytest.mark.parametrize("kind, spoil, word", SPOILED)
+def test_hugging_face_files_that_cannot_be_read_are_refused(kind, spoil, word, files, hugging_face, tmp_path: Path):
+    """In the one line that train.py prints of such an error. Pillow would make all white what has 16 bits."""
     folder = Path(shutil.copytree(files / f"hugging_face_{kind}", tmp_path / "files"))
-    spoil(folder)
+    (tmp_path / "hugging_face_pictures").symlink_to(files / "hugging_face_pictures")
+    Image.fromarray(np.full((8, 8), 30_000, np.uint16)).save(tmp_path / "of_16_bits.png")
+    subprocess.run(["bash", "-ec", spoil], cwd=folder, check=True)
     with pytest.raises(OSError) as error:
-        rows.build_hugging_face(str(folder), augment=False)
+        imported(hugging_face, "hugging_face").build_hugging_face(str(folder), augment=False)
     assert word in str(error.value)
 
 
-def csv_in(folder: Path, files: Path, *names: str, test: str = "cat") -> str:
-    """A folder with the first picture of some classes in csv files, and a name for each; `val` and `test` have one."""
-    folder.mkdir()
-    for split, found in (("train", names), ("val", ["cat"]), ("test", [test])):
-        pictures = [next((files / f"hugging_face_pictures/train/{i}").glob("[0-9]*")) for i in range(len(found))]
-        lines = [f"{picture},{name}\n" for picture, name in zip(pictures, found, strict=True)]
-        (folder / f"{split}.csv").write_text("image,label\n" + "".join(lines * 8))
-    return str(folder)
-
-
-def test_hugging_face_names_have_one_order_and_a_resume_and_test_py_refuse_other_ones(files, hugging_face, rows, cwd):
+def test_hugging_face_resume_and_test_py_refuse_other_names_of_the_classes(files, hugging_face: Path, cwd: Path):
     """With as many classes, the weights alone would not tell."""
-    first, other = csv_in(cwd / "first", files, "cat", "ape", "dog"), csv_in(cwd / "other", files, "cat", "dog", "eel")
-    found = rows.build_hugging_face(first, False)
-    assert [part.class_names for part in found.values()] == [["ape", "cat", "dog"]] * 3
-    assert found["train"].rows["label"][:3].tolist() == [1, 0, 2] and found["val"].rows["label"][0] == 1
-    with pytest.raises(OSError, match="does not have: eel"):
-        rows.build_hugging_face(csv_in(cwd / "unknown", files, "cat", "ape", test="eel"), False)
-    options = f"{SMALL} --dataset hugging_face --effective_batch_size 8 --limit_train_batches 2 --max_steps 4"
-    call(f"{hugging_face}/train.py {options} --data_dir {first}", cwd)
+    first = files / "hugging_face_csv"
+    other = Path(shutil.copytree(first, files / "hugging_face_other"))
+    for path in other.iterdir():
+        path.write_text(path.read_text().replace("digit 4", "eel"))
+    call(f"{hugging_face}/train.py {SMALL} --dataset hugging_face --max_steps 4 --data_dir {first}", cwd)
     for command in ("train.py --resume auto --max_steps 6", "test.py --accelerator cpu"):
         error = call(f"{hugging_face}/{command} --data_dir {other}", cwd, code=2).stderr.splitlines()[-1]
         assert "--data_dir" in error and "eel" in error
@@ -265,21 +206,6 @@ def test_hugging_face_names_have_one_order_and_a_resume_and_test_py_refuse_other
 
 
 # ---- a stream
-
-
-@pytest.fixture
-def reader(stream_program: Path) -> ModuleType:
-    return imported(stream_program, "stream")
-
-
-def test_a_stream_has_each_line_once_an_epoch(reader: ModuleType, files: Path):
-    """But for the last ones, others in each epoch, and in another order."""
-    train = reader.build_stream(str(files / "stream"), 64)["train"]
-    epochs = [train.order(epoch, torch.Generator().manual_seed(epoch)) for epoch in range(3)]
-    for order in epochs:
-        assert len(order) == 9 * 64 == len(set(order.tolist())) and order.min() >= 0 and order.max() < 600
-    assert not np.array_equal(epochs[0], epochs[1])
-    assert set(np.concatenate(epochs)) > set(epochs[0])
 
 
 def sampler_of(train, rank: int = 0, world_size: int = 1, step: int = 0):
@@ -291,30 +217,38 @@ def sampler_of(train, rank: int = 0, world_size: int = 1, step: int = 0):
     return sampler
 
 
-@pytest.mark.parametrize("world_size, num_workers", [(2, 1), (4, 4)])
-def test_a_part_of_a_stream_is_read_by_one_process(world_size, num_workers, reader, tmp_path: Path):
-    """So a shard is, where no two parts meet. The order needs no more of the 64 shards than their sizes."""
+def test_a_part_of_a_stream_is_read_by_one_process(stream: Path, tmp_path: Path):
+    """Of 4 with 4 workers each: so a shard is, where no two parts meet. The order needs no more of the 64 shards than
+    their sizes."""
+    reader = imported(stream, "stream")
     sizes = {f"train-{shard:02d}.jsonl.gz": (100 + shard, 0) for shard in range(64)}  # of empty files
     for name in sizes:
         (tmp_path / name).touch()
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
     train = reader.Stream(tmp_path, 64)
     readers = set()
-    for rank in range(world_size):
-        for number, (_, lines) in enumerate(sampler_of(train, rank, world_size)):
+    for rank in range(4):
+        for number, (_, lines) in enumerate(sampler_of(train, rank, world_size=4)):
             shards = np.searchsorted(train.starts, lines, side="right") - 1
-            readers |= {(shard, rank, number % num_workers) for shard in shards.tolist()}
+            readers |= {(shard, rank, number % 4) for shard in shards.tolist()}
     assert len(readers) <= len(train.shards) + reader.PARTS - 1
 
 
-def test_a_stream_reads_each_shard_once_but_where_it_is_cut_and_a_resume_those_of_its_batch(reader, files, monkeypatch):
-    """By one process without workers, which has all parts. What a resume skips is limited by the size of a shard,
-    however long the run has been: --timeout holds there."""
+def test_a_stream_has_each_line_once_an_epoch_and_reads_each_shard_once(stream, files: Path, monkeypatch):
+    """Each line but the last ones, which are others in each epoch, as is the order; each shard but where it is cut, by
+    one process without workers, which has all parts. What a resume skips is limited by the size of a shard, however
+    long the run has been: --timeout holds there."""
+    reader = imported(stream, "stream")
     train, resumed = (reader.build_stream(str(files / "stream"), 64)["train"] for _ in range(2))
+    first, *others = (train.order(epoch, torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3))
+    for order in (first, *others):
+        assert len(order) == 9 * 64 == len(set(order)) and min(order) >= 0 and max(order) < 600
+    assert first != others[0] and set(first) < set(first).union(*others)
+
     opened, plain = [], reader.lines_of
     monkeypatch.setattr(reader, "lines_of", lambda path: opened.append(path) or plain(path))
     images, targets = (np.load(files / "mapped" / f"train_{what}.npy") for what in ("images", "targets"))
-    for index in train.order(0, torch.Generator().manual_seed(0)).tolist():
+    for index in first:
         image, target = train[index]
         assert target == targets[index] and np.array_equal((image * 255).round().numpy(), images[index])
     assert len(opened) < len(train.shards) + reader.PARTS
@@ -327,25 +261,25 @@ def test_a_stream_reads_each_shard_once_but_where_it_is_cut_and_a_resume_those_o
 
 
 @pytest.fixture
-def a_stream(files: Path, stream_program: Path, cwd: Path, tmp_path: Path) -> tuple[Path, str]:
+def a_stream(files: Path, stream: Path, cwd: Path, tmp_path: Path) -> tuple[Path, str]:
     """A copy of the stream, and a run with it."""
     shards = Path(shutil.copytree(files / "stream", tmp_path / "shards"))
-    return shards, f"{stream_program}/train.py --accelerator cpu --dataset stream --data_dir {shards}"
+    return shards, f"{stream}/train.py --accelerator cpu --dataset stream --data_dir {shards}"
 
 
-def test_a_stream_of_too_few_shards_or_with_another_batch_is_refused(a_stream, stream_program: Path, cwd: Path):
+def test_a_stream_of_too_few_shards_or_with_another_batch_is_refused(a_stream, stream: Path, cwd: Path):
     shards, command = a_stream
     refuses(f"{command} --effective_batch_size 60", cwd, "--effective_batch_size 60", "a multiple of 8")
     for path in sorted(shards.glob("train-*"))[31:]:
         path.unlink()
-    run(f"{stream_program}/stream.py {shards}", cwd)
+    run(f"{stream}/stream.py {shards}", cwd)
     refuses(command, cwd, "31 shards, but 32 parts")
     (shards / "sizes.json").unlink()
     refuses(command, cwd, "sizes.json")
 
 
 @pytest.mark.parametrize("change, word", [("more", "sizes.json"), ("less", "sizes.json"), ("cut", "end-of-stream")])
-def test_a_stream_names_the_shard_that_has_changed(change: str, word: str, a_stream, stream_program, cwd: Path):
+def test_a_stream_names_the_shard_that_has_changed(change: str, word: str, a_stream, stream, cwd: Path):
     """By its number of bytes at the start; where that is as before, by its lines."""
     shards, command = a_stream
     path = shards / "train-01.jsonl.gz"  # 150 lines
@@ -359,4 +293,4 @@ def test_a_stream_names_the_shard_that_has_changed(change: str, word: str, a_str
     (shards / "sizes.json").write_text(json.dumps(sizes))
     assert_one_line(call(f"{command} --max_steps 18", cwd, code=1), "train-01.jsonl.gz: ", word)
     if change == "cut":
-        assert word in run(f"{stream_program}/stream.py {shards}", cwd, code=1).stderr
+        assert word in run(f"{stream}/stream.py {shards}", cwd, code=1).stderr

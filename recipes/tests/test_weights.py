@@ -37,8 +37,6 @@ from helpers import (
 from killer import kill_before
 from mistakes import assert_one_line, refuses
 
-from model import Model
-
 pytestmark = pytest.mark.recipes
 
 # ---- finetune
@@ -57,16 +55,15 @@ def saved_steps(cwd: Path) -> dict[int, dict]:
     return {step: checkpoint(cwd, f"step-{step:08}") for step in range(1, 7)}
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints/best.ckpt", "state dict"])
-def test_finetune_body_has_the_weights_and_the_head_is_new(name: str, finetune, finished, source, cwd: Path):
-    """Of a run, a checkpoint, or any state dict: also if its head is of another size, or has another name."""
-    path, unused = finished / name, {*HEAD}
-    if name == "state dict":
+@pytest.mark.parametrize("is_checkpoint", [True, False])
+def test_finetune_body_has_the_weights_and_the_head_is_new(is_checkpoint: bool, finetune, finished: Path, cwd: Path):
+    """Of a checkpoint, or any state dict: also if its head is of another size, or has another name."""
+    path, unused = finished / "checkpoints" / "best.ckpt", {*HEAD}
+    expected = torch.load(path)["model"]
+    if not is_checkpoint:
         path, unused = cwd / "any.pt", {*HEAD, "fc.bias"}
-        torch.save({**source, HEAD[0]: torch.zeros(3, 32), "fc.bias": torch.zeros(3)}, path)
-    expected = torch.load(path)["model"] if name.endswith(".ckpt") else source
-    options = f"--freeze_epochs 1 --base_lr 1e-3 --weights {path}"
-    printed = call(f"{finetune}/train.py {STEPS} {options}", cwd).stdout
+        torch.save({**expected, HEAD[0]: torch.zeros(3, 32), "fc.bias": torch.zeros(3)}, path)
+    printed = call(f"{finetune}/train.py {STEPS} --freeze_epochs 1 --base_lr 1e-3 --weights {path}", cwd).stdout
     assert f"for 6 tensors; not used of it: {', '.join(sorted(unused))}\n" in printed
     found = saved_steps(cwd)[1]["model"]
     assert all(torch.equal(found[key], expected[key]) for key in found.keys() - {*HEAD})
@@ -76,15 +73,15 @@ def test_finetune_body_has_the_weights_and_the_head_is_new(name: str, finetune, 
 def test_finetune_takes_a_tied_weight_of_safetensors_under_either_of_its_names(tmp_path: Path):
     program = with_tied_weights(with_recipe("finetune", tmp_path / "program"))
     call(f"{program}/train.py {STEPS}", tmp_path)
-    expected, path = weights(tmp_path), tmp_path / "tied.safetensors"
-    tensors = {name: value for name, value in expected.items() if name != "layers.1.weight"}
+    tensors, path = weights(tmp_path), tmp_path / "tied.safetensors"
+    expected = {name: tensors[name] for name in ("layers.0.weight", "layers.1.weight", "layers.2.weight")}
+    del tensors["layers.1.weight"]
     pytest.importorskip("safetensors.torch").save_file(tensors, path)
     options = f"--freeze_epochs 1 --max_steps 1 --out_dir tuned --weights {path}"
     printed = call(f"{program}/train.py {STEPS} {options}", tmp_path).stdout
     assert "for 9 tensors; not used of it: layers.10.bias, layers.10.weight\n" in printed
     found = weights(tmp_path, "tuned")
-    for key in ("layers.0.weight", "layers.1.weight", "layers.2.weight"):
-        assert torch.equal(found[key], expected[key])
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def with_bias(path: Path, **bias: torch.Tensor) -> None:
@@ -119,12 +116,11 @@ def test_finetune_weights_that_do_not_fit_are_one_line(spoil, word: str, finetun
 
 def test_finetune_killed_before_the_first_checkpoint_it_loads_the_weights_again(finetune, finished, cwd, tmp_path):
     """So they must be there."""
-    copy, away, whole = tmp_path / "source", tmp_path / "away", tmp_path / "whole"
-    shutil.copytree(finished, copy)
+    copy = copied(finished, tmp_path)
     command = f"{finetune}/{TWO_SAVES} --weights {copy}"
-    run_in(whole, command)
+    whole = run_in(tmp_path / "whole", command)
     kill_before("os.rename step-00000002.ckpt.tmp 1", command, cwd, tmp_path)
-    copy.rename(away)
+    away = copy.rename(tmp_path / "away")
     refuses(f"{finetune}/train.py --resume auto", cwd, f"--weights {copy}")
     away.rename(copy)
     call(f"{finetune}/train.py --resume auto", cwd)
@@ -149,7 +145,7 @@ def test_finetune_body_is_frozen_and_thawed_with_a_rate_of_its_own(finetune, fin
 
 @pytest.mark.parametrize("options, last_frozen", [("--freeze_epochs 1", 4), ("--lora_rank 2", 0)])
 def test_finetune_frozen_body_is_in_evaluation_mode_and_one_with_lora_is_not(options, last_frozen, tmp_path: Path):
-    """So the frozen one has no dropout, and its BatchNorm keeps its averages. The head is in training mode all along,
+    """So the frozen one has no dropout, and BatchNorm keeps its averages there. The head is in training mode all along,
     although a validation after each step puts the whole model into evaluation mode."""
     program = with_recipe("finetune", tmp_path / "program")
     line = "nn.Conv2d(channels, width, 3, padding=1),\n"
@@ -159,9 +155,6 @@ def test_finetune_frozen_body_is_in_evaluation_mode_and_one_with_lora_is_not(opt
     printed = call(f"{program}/train.py {STEPS} {options} --val_interval 1", tmp_path).stdout
     expected = [f"modes [{step > last_frozen}, {step > last_frozen}, True]" for step in range(1, 7)]
     assert [line for line in printed.splitlines() if line.startswith("modes")] == expected
-    means = [torch.zeros(4), *(saved["model"]["layers.1.running_mean"] for saved in saved_steps(tmp_path).values())]
-    for step in range(1, 7):
-        assert torch.equal(means[step], means[step - 1]) == (step <= last_frozen)
 
 
 def test_finetune_lora_trains_a_matrix_of_low_rank_beside_each_weight(finetune: Path, finished, source, tmp_path: Path):
@@ -238,10 +231,6 @@ def places(two_groups: Path, tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def resume(program: Path, cwd: Path, options: str):
-    return (call if options == ON_1 else run)(f"{program}/train.py --resume auto {options}", cwd)
-
-
 def test_sharded_trains_as_one_process_does_and_is_evaluated_alike(two_groups: Path, places: dict[str, Path]):
     """Each process holds half of the weights and of the optimizer's state. Denormal numbers are flushed to zero, as
     without shards. No process waits half an hour for another one."""
@@ -252,7 +241,6 @@ def test_sharded_trains_as_one_process_does_and_is_evaluated_alike(two_groups: P
     assert len(shares) == 2 and sum(shares) == state and max(shares) < 0.55 * state
     assert printed.count("a denormal is 0, the limit 0:01:40") == 2
     assert_same_training(whole, alone)
-    Model((1, 8, 8), 10, width=4).load_state_dict(weights(whole))
     expected = results(two_groups, alone, "--checkpoint best --split test")
     for devices in ("", SHARDED):
         found = results(two_groups, whole, f"--checkpoint best --split test {devices}")
@@ -266,23 +254,22 @@ def test_sharded_trains_as_one_process_does_and_is_evaluated_alike(two_groups: P
         ("killed", ON_1, "alone"),
         ("half", f"--epochs 2 {SHARDED}", "alone"),
         ("in_shards", SHARDED, "whole"),
-        *(("in_shards", options, "alone") for options in ("--devices 4", "--sharded_checkpoint False")),
+        ("in_shards", "--devices 4", "alone"),
+        ("in_shards", "--devices 2 --sharded_checkpoint False", "alone"),
     ],
 )
 def test_sharded_run_goes_on_anywhere(place: str, options: str, same_as: str, two_groups, places: dict, tmp_path: Path):
     """On as many devices it is the same run, in each bit. Shards that a kill has left incomplete are replaced, and
-    those that no checkpoint needs are deleted. What is saved then is evaluated without shards."""
+    those that no checkpoint needs are deleted."""
     cwd = copied(places[place], tmp_path)
     for step in (newest(cwd) + 2, 1) if place == "in_shards" else ():
         folder = run_dir(cwd) / "checkpoints" / f"shards-{step:08d}-0123456789abcdef"
         folder.mkdir()
         (folder / "1.pt.tmp").write_bytes(b"incomplete")
-    resume(two_groups, cwd, options)
+    run(f"{two_groups}/train.py --resume auto {options}", cwd)
     (assert_same_run if same_as == "whole" else assert_same_training)(cwd, places[same_as])
     if place == "in_shards" and "False" not in options:
         assert shards_of(cwd) == [12, 14, 16]
-    found, expected = (results(two_groups, where) for where in (cwd, places[same_as]))
-    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_sharded_weights_that_are_not_finite_in_one_shard_are_not_saved(tmp_path: Path):
@@ -302,9 +289,6 @@ import torch
 self.given = nn.Parameter(torch.arange(12.0) * torch.rand(12))
 self.register_buffer("mask", torch.ones(7, 7).tril(), persistent=False)
 nn.init.orthogonal_(self.layers[-1].weight)
-with torch.no_grad():
-    self.layers[0].weight[1:3].fill_(0.5)
-    self.layers[2].weight.copy_(self.layers[4].weight[:, :4] / 6**0.5 + torch.randn(8, 4, 3, 3))
 """
 # The values, and the random numbers that follow.
 BUILT = """
@@ -346,16 +330,6 @@ def shards_of(cwd: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in run_dir(cwd).glob("checkpoints/shards-*"))
 
 
-def newest_checkpoint(cwd: Path) -> Path:
-    return max(run_dir(cwd).glob("checkpoints/step-*.ckpt"))
-
-
-def shard(path: Path) -> Path:
-    """One of the shards of a regular checkpoint."""
-    (found,) = path.parent.glob(f"{path.stem.replace('step', 'shards')}-*/1.pt")
-    return found
-
-
 def test_in_shards_the_best_one_stays_and_is_evaluated(tmp_path: Path):
     """The best one, of the highest loss, is of step 8, and long pruned by then."""
     program = with_recipe("sharded", tmp_path / "program")
@@ -373,39 +347,35 @@ def test_in_shards_the_best_one_stays_and_is_evaluated(tmp_path: Path):
     assert_same_run(whole, shards)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, other: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def replace_shard(path: Path) -> None:
-    before = path.with_name(f"step-{int(path.stem[5:]) - 2:08d}.ckpt")
-    shutil.copy(shard(before), shard(path))
+# What becomes of a shard, given one of another save.
+DAMAGES = {
+    "a bit": flip,
+    "no shard": lambda path, other: path.unlink(),
+    "of another save": lambda path, other: shutil.copy(other, path),
+}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda path: flip(shard(path)), id="a bit of a shard"),
-        pytest.param(lambda path: shard(path).unlink(), id="no shard"),
-        pytest.param(replace_shard, id="a shard of another save"),
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_in_shards_damage_is_named_and_skipped(two_groups, places: dict, damage, tmp_path: Path):
     cwd = copied(places["in_shards"], tmp_path)
-    damaged = newest_checkpoint(cwd)
-    damage(damaged)
-    done = resume(two_groups, cwd, ON_1)
-    assert f"{damaged.name}: it is damaged" in done.stdout
-    assert f"resumed from {run_dir(cwd).name}/checkpoints/step-{int(damaged.stem[5:]) - 2:08d}" in done.stdout
+    step = newest(cwd)
+    damage(*(next(run_dir(cwd).glob(f"checkpoints/shards-{number:08d}-*/1.pt")) for number in (step, step - 2)))
+    printed = call(f"{two_groups}/train.py --resume auto {ON_1}", cwd).stdout
+    assert f"step-{step:08d}.ckpt: it is damaged" in printed
+    assert f"resumed from {run_dir(cwd).name}/checkpoints/step-{step - 2:08d}" in printed
     assert_same_training(cwd, places["alone"])
 
 
 @pytest.mark.parametrize("is_best", [True, False])
 def test_in_shards_those_of_a_file_that_cannot_be_read_are_kept(two_groups, places: dict, is_best: bool, tmp_path):
     cwd = copied(places["in_shards"], tmp_path)
-    path = newest_checkpoint(cwd)
+    path = run_dir(cwd) / "checkpoints" / f"step-{newest(cwd):08d}.ckpt"
     folders = {each.name for each in path.parent.glob("shards-*")}
     (path.with_name("best.ckpt") if is_best else path).write_bytes(b"cut")
     imported(two_groups, "runtime/checkpoints").remove_old(run_dir(cwd), 0)
