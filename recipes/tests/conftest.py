@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from helpers import RECIPES, cwd, environment, finished, killed, program, two_saves, whole, with_recipe
+from commands import RECIPES
+from copies import with_recipe
+from fixtures import cwd, environment, finished, killed, program, two_saves, whole
 from originals import write_digits, write_text
 
 __all__ = ["cwd", "environment", "finished", "killed", "program", "two_saves", "whole"]

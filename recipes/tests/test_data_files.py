@@ -11,25 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import LONG, ON_2, SMALL, call, folders, run
+from comparisons import assert_same_run, assert_same_training
+from copies import imported, imported_train, with_recipe
 from edits import replace
-from helpers import (
-    LONG,
-    ON_2,
-    SMALL,
-    assert_same_run,
-    assert_same_training,
-    call,
-    folders,
-    imported,
-    imported_train,
-    interrupt,
-    kill_group,
-    run,
-    run_dir,
-    with_recipe,
-)
 from mistakes import assert_one_line, refuses
+from outputs import run_dir
 from PIL import Image
+from processes import interrupt, kill_group
 from torch.utils.data import Subset
 
 from config import TrainConfig

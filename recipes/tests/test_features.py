@@ -16,33 +16,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from commands import LONG, REPO, SMALL, TOOLS, call, run, run_forked_sweep, run_in
+from comparisons import assert_same_run, assert_same_weights
+from copies import generator, imported, with_recipe
 from edits import insert_after, insert_before, replace
-from helpers import (
-    LONG,
-    REPO,
-    SMALL,
-    TOOLS,
-    assert_same_run,
-    assert_same_weights,
-    call,
-    generator,
-    imported,
-    interrupt,
-    kill_group,
-    last_summary,
-    predictions_of,
-    read_tensorboard,
-    results,
-    rows,
-    run,
-    run_dir,
-    run_forked_sweep,
-    run_in,
-    weights,
-    with_recipe,
-)
 from mistakes import refuses
+from outputs import last_summary, predictions_of, read_tensorboard, results, rows, run_dir, weights
 from PIL import Image
+from processes import interrupt, kill_group
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.data import Subset, TensorDataset
 

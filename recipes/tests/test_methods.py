@@ -11,31 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import EVERY_FOURTH_STEP, LONG, ON_2, REPO, SMALL, call, run, run_in
+from comparisons import assert_same_weights
+from copies import generator, imported, imported_train, with_recipe
 from edits import insert_after, replace
-from helpers import (
-    EVERY_FOURTH_STEP,
-    LONG,
-    ON_2,
-    REPO,
-    SMALL,
-    assert_same_weights,
-    call,
-    checkpoint,
-    generator,
-    history,
-    imported,
-    imported_train,
-    last_summary,
-    predictions_of,
-    results,
-    rows,
-    run,
-    run_dir,
-    run_in,
-    weights,
-    with_recipe,
-)
 from lightning.fabric import Fabric
+from outputs import checkpoint, history, last_summary, predictions_of, results, rows, run_dir, weights
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import jaccard_score, mean_absolute_error, r2_score
 from torch import nn

@@ -11,34 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, ON_2, RECIPES, REPO, SMALL, TOOLS, call, execute, run
+from comparisons import assert_same_training, killed_and_resumed, on_one_and_two
+from copies import diffs, edited, patch_of, with_patch, with_recipe
 from edits import apply, copy_programs, with_edits
-from helpers import (
-    LONG,
-    ON_2,
-    RECIPES,
-    REPO,
-    SMALL,
-    TOOLS,
-    assert_same_training,
-    call,
-    diffs,
-    edited,
-    execute,
-    history,
-    killed_and_resumed,
-    on_one_and_two,
-    patch_of,
-    read_tensorboard,
-    results,
-    rows,
-    run,
-    run_dir,
-    state_of,
-    weights,
-    with_patch,
-    with_recipe,
-)
 from mistakes import refuses
+from outputs import history, read_tensorboard, results, rows, run_dir, state_of, weights
 
 pytestmark = pytest.mark.recipes
 PATCHES = sorted([*RECIPES.glob("*/*.patch"), *REPO.glob("benchmarks/*.patch")])

@@ -14,11 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import insert_after, insert_before, replace
-from fsspec.core import url_to_fs
-from helpers import (
+from commands import (
     LONG,
-    MEASURED,
     NO_SHARED_STORE,
     ON_2,
     PREEMPTED,
@@ -26,33 +23,20 @@ from helpers import (
     STEPS,
     TORCHRUN,
     TWO_SAVES,
-    assert_same_best,
-    assert_same_run,
-    assert_stopped_and_saved,
-    blocks,
     call,
     folders,
-    free_port,
-    history,
-    imported,
-    interrupt,
-    kill_group,
-    last_summary,
-    newest,
-    rows,
     run,
-    run_dir,
     run_in,
-    snapshot,
     start,
-    state_of,
-    terminate,
-    wait_for,
-    with_recipe,
-    without_locks,
 )
+from comparisons import assert_same_best, assert_same_run
+from copies import blocks, imported, with_recipe
+from edits import insert_after, insert_before, replace
+from fsspec.core import url_to_fs
 from killer import kill_before, remove_what_is_no_run
 from mistakes import assert_one_line, refuses
+from outputs import MEASURED, history, last_summary, newest, rows, run_dir, snapshot, state_of, without_locks
+from processes import assert_stopped_and_saved, free_port, interrupt, kill_group, terminate, wait_for
 
 from config import TrainConfig
 from runtime.options import values_of

@@ -16,26 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import LONG, ON_2, SMALL, call, execute, run_in
+from copies import imported, imported_train, sizes_of_outputs, with_recipe
 from edits import insert_after, insert_before
-from helpers import (
-    LONG,
-    ON_2,
-    SMALL,
-    call,
-    checkpoint,
-    execute,
-    imported,
-    imported_train,
-    predictions_of,
-    results,
-    rows,
-    run_dir,
-    run_in,
-    sizes_of_outputs,
-    weights,
-    with_recipe,
-)
 from mistakes import refuses
+from outputs import checkpoint, predictions_of, results, rows, run_dir, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

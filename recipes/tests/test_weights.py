@@ -9,33 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, SMALL, TWO_SAVES, call, folders, run, run_in
+from comparisons import assert_same_run, assert_same_training, on_one_and_two
+from copies import imported, with_recipe, with_tied_weights
 from edits import insert_after, insert_before, replace
-from helpers import (
-    LONG,
-    SMALL,
-    TWO_SAVES,
-    assert_same_run,
-    assert_same_training,
-    call,
-    checkpoint,
-    copied,
-    flip_a_bit,
-    folders,
-    imported,
-    interrupt,
-    kill_group,
-    newest,
-    on_one_and_two,
-    results,
-    run,
-    run_dir,
-    run_in,
-    weights,
-    with_recipe,
-    with_tied_weights,
-)
 from killer import kill_before
 from mistakes import assert_one_line, refuses
+from outputs import checkpoint, copied, flip_a_bit, newest, results, run_dir, weights
+from processes import interrupt, kill_group
 
 pytestmark = pytest.mark.recipes
 

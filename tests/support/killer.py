@@ -4,7 +4,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from helpers import REPO, run
+from commands import REPO, run
 
 # Runs the program of its first option, with the further ones. Before it stand WANTED, which are pairs of a kind of
 # change, "EVENT NAME" or any, and the number of one of that kind; CHANGES, a file; and WHERE, a part of the paths.

@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from helpers import call
+from commands import call
 
 
 def assert_one_line(done: subprocess.CompletedProcess, *words: str, lines: int = 1) -> None:

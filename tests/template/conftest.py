@@ -1,5 +1,5 @@
 """The fixtures of these tests. What they share is in tests/support."""
 
-from helpers import cwd, environment, finished, killed, program, two_saves, whole
+from fixtures import cwd, environment, finished, killed, program, two_saves, whole
 
 __all__ = ["cwd", "environment", "finished", "killed", "program", "two_saves", "whole"]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import REPO, SMALL, call, run
 from edits import replace
-from helpers import REPO, SMALL, call, flip_a_bit, run, run_dir, snapshot
 from mistakes import refuses
+from outputs import flip_a_bit, run_dir, snapshot
 
 pytestmark = pytest.mark.recipes
 AVERAGE = "tools/average.py --out_dir train_out"

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import REPO, call, checkpoint, rows, run, with_patch
+from commands import REPO, call, run
+from copies import with_patch
+from outputs import checkpoint, rows
 
 pytestmark = pytest.mark.recipes
 BENCHMARKS = REPO / "benchmarks"

@@ -9,22 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import ON_2, SMALL, call, execute, run
+from comparisons import assert_same_run
 from edits import REPO, insert_after, insert_before, replace, with_edits
-from helpers import (
-    ON_2,
-    SMALL,
-    assert_same_run,
-    call,
-    checkpoint,
-    copied,
-    execute,
-    last_summary,
-    run,
-    run_dir,
-    weights,
-    without_locks,
-)
 from mistakes import assert_one_line, refuses
+from outputs import checkpoint, copied, last_summary, run_dir, weights, without_locks
 from test_state import ADAMW, CRITIC
 from torch.utils.data import TensorDataset
 

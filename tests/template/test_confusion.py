@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO, SMALL, call, results, run_dir
+from commands import REPO, SMALL, call
 from mistakes import refuses
+from outputs import results, run_dir
 
 
 def save(folder: Path, *outputs, name: str = "test_best") -> Path:

@@ -13,21 +13,10 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import zygote
+from commands import ON_2, PREEMPTED, REPO, SMALL, call, clean_environment, run, start
 from edits import insert_after, replace
-from helpers import (
-    ON_2,
-    PREEMPTED,
-    REPO,
-    SMALL,
-    call,
-    clean_environment,
-    end_of,
-    last_summary,
-    run,
-    run_dir,
-    start,
-    started,
-)
+from outputs import last_summary, run_dir
+from processes import end_of, started
 
 from model import Model
 from runtime.console import Console

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import zygote
+from commands import RECIPES, REPO, clean_environment
+from copies import copy_project_tests, diff, diffs, edited, with_recipe
 from edits import POINTS, copy_programs, entries_of, insert_before, replace, with_edits, with_text
-from helpers import RECIPES, REPO, clean_environment, copy_project_tests, diff, diffs, edited, with_recipe
 from test_own_options import FIELDS, NESTED, with_fields
 
 DIFFS = diffs("docs/editing.md")

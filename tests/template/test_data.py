@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import blocks, generator
+from copies import blocks, generator
 from lightning.fabric import Fabric
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
 

@@ -7,22 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from commands import PREEMPTED, REPO, SMALL, call, folders, run
+from comparisons import assert_same_run
 from edits import insert_before
-from helpers import (
-    PREEMPTED,
-    REPO,
-    SMALL,
-    assert_same_run,
-    assert_whole_checkpoints,
-    call,
-    end_of,
-    folders,
-    how_to_go_on,
-    last_summary,
-    results,
-    run,
-    started,
-)
+from outputs import assert_whole_checkpoints, last_summary, results
+from processes import end_of, how_to_go_on, started
 
 from runtime.loader import start_worker
 

@@ -7,34 +7,22 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import ON_2, PREEMPTED, REPO, SLOW, SMALL, TORCHRUN, folders, run, start
 from edits import copy_programs, insert_after, insert_before, replace
-from helpers import (
-    ON_2,
-    PREEMPTED,
-    REPO,
-    SLOW,
-    SMALL,
-    TORCHRUN,
-    assert_whole_checkpoints,
+from mistakes import assert_one_line
+from outputs import assert_whole_checkpoints, history, last_summary, newest, run_dir
+from processes import (
     children,
     descendants,
     end_of,
-    folders,
     free_port,
-    history,
     how_to_go_on,
     is_lost,
     is_running,
-    last_summary,
-    newest,
-    run,
-    run_dir,
-    start,
     start_two,
     started,
     wait_for,
 )
-from mistakes import assert_one_line
 
 night = pytest.mark.night
 HOST = os.uname().nodename

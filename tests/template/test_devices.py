@@ -9,23 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import LONG, ON_2, REPO, SMALL, call, run, run_in
+from comparisons import ended_and_resumed, killed_and_resumed
 from edits import insert_after, insert_before
-from helpers import (
-    LONG,
-    ON_2,
-    REPO,
-    SMALL,
-    call,
-    checkpoint,
-    ended_and_resumed,
-    killed_and_resumed,
-    rows,
-    run,
-    run_dir,
-    run_in,
-    save_as_of,
-)
 from mistakes import refuses
+from outputs import checkpoint, rows, run_dir, save_as_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import TrainConfig

@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ON_2, SMALL, call, execute, refused
+from comparisons import ended_and_resumed
 from edits import entries_of, insert_after, insert_before, replace, with_edits
-from helpers import (
-    ON_2,
-    SMALL,
-    call,
-    ended_and_resumed,
-    execute,
-    history,
-    last_summary,
-    newest,
-    refused,
-    results,
-    weights,
-    without_locks,
-)
 from mistakes import refuses
+from outputs import history, last_summary, newest, results, weights, without_locks
 
 NO_VALIDATION = "--limit_val_batches 0 --monitor train/loss --monitor_mode min"
 OPTIONS = {"alone": "", "two": ON_2, "unvalidated": NO_VALIDATION, "two unvalidated": f"{ON_2} {NO_VALIDATION}"}

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import ON_2, SMALL, call, run
 from edits import insert_before, replace
-from helpers import ON_2, SMALL, call, run, run_dir
 from mistakes import refuses
+from outputs import run_dir
 from sklearn.datasets import load_digits
 
 from model import Model

@@ -18,38 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, ON_2, SLOW, SMALL, TWO_SAVES, call, folders, run, run_in, start
+from comparisons import assert_same_best, assert_same_run, assert_same_training
 from edits import insert_after, insert_before
-from helpers import (
-    LONG,
-    ON_2,
-    SLOW,
-    SMALL,
-    TWO_SAVES,
-    assert_same_best,
-    assert_same_run,
-    assert_same_training,
-    assert_stopped_and_saved,
-    assert_whole_checkpoints,
-    call,
-    children,
-    copied,
-    flip_a_bit,
-    folders,
-    history,
-    how_to_go_on,
-    interrupt,
-    kill_group,
-    last_summary,
-    newest,
-    run,
-    run_dir,
-    run_in,
-    start,
-    truncate,
-    wait_for,
-)
 from killer import kill_before, remove_what_is_no_run
 from mistakes import assert_one_line, refuses
+from outputs import assert_whole_checkpoints, copied, flip_a_bit, history, last_summary, newest, run_dir, truncate
+from processes import assert_stopped_and_saved, children, how_to_go_on, interrupt, kill_group, wait_for
 
 night = pytest.mark.night
 # Long enough for a dozen of kills: 960 steps, each second one is saved and logged.

@@ -10,27 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import REPO, SMALL, call, folders, run
+from comparisons import assert_same_weights
 from edits import insert_before, replace
-from helpers import (
-    REPO,
-    SMALL,
-    assert_same_weights,
-    call,
+from killer import kill_before
+from mistakes import refuses
+from outputs import (
     checkpoint,
     copied,
     flip_a_bit,
-    folders,
     history,
     last_summary,
     rows,
-    run,
     run_dir,
     truncate,
     weights,
     without_locks,
 )
-from killer import kill_before
-from mistakes import refuses
 
 pytestmark = pytest.mark.recipes
 FORK = "tools/fork.py"

@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import REPO, folders, run
+from comparisons import assert_same_run
+from copies import with_recipe
 from edits import insert_after, insert_before, replace
-from helpers import (
-    REPO,
-    assert_same_run,
-    checkpoint,
-    folders,
-    interrupt,
-    kill_group,
-    rows,
-    run,
-    run_dir,
-    save_as_of,
-    weights,
-    with_recipe,
-)
+from outputs import checkpoint, rows, run_dir, save_as_of, weights
+from processes import interrupt, kill_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

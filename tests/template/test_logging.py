@@ -14,23 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import REPO, SMALL, call, folders, run
 from edits import copy_programs, insert_after, insert_before
-from helpers import (
-    MEASURED,
-    REPO,
-    SMALL,
-    call,
-    folders,
-    free_port,
-    last_summary,
-    read_tensorboard,
-    rows,
-    run,
-    run_dir,
-    wait_for,
-)
 from killer import kill_before
 from mistakes import refuses
+from outputs import MEASURED, last_summary, read_tensorboard, rows, run_dir
+from processes import free_port, wait_for
 
 from config import TrainConfig
 from runtime.loggers import WandbLogger

@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import ON_2, SMALL, call, run
 from edits import replace, with_edits
-from helpers import ON_2, SMALL, call, history, run, run_dir
+from outputs import history, run_dir
 
 # The score of a rank's own samples, by functions that know nothing of ranks; and results of many kinds.
 OF_A_RANK = """

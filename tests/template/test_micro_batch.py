@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ON_2, TOOLS, run, start
 from edits import insert_after, insert_before
-from helpers import ON_2, TOOLS, children, run, start, wait_for
 from mistakes import refuses
+from processes import children, wait_for
 
 pytestmark = pytest.mark.recipes
 FIND = "tools/micro_batch.py --accelerator cpu --width 4"

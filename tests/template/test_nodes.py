@@ -9,22 +9,10 @@ from pathlib import Path
 from shutil import copytree, rmtree
 
 import pytest
-from helpers import (
-    LONG,
-    REPO,
-    SMALL,
-    assert_same_training,
-    assert_stopped_and_saved,
-    call,
-    newest,
-    run,
-    run_dir,
-    set_running,
-    start,
-    truncate,
-    wait_for,
-    without_locks,
-)
+from commands import LONG, REPO, SMALL, call, run, start
+from comparisons import assert_same_training
+from outputs import newest, run_dir, set_running, truncate, without_locks
+from processes import assert_stopped_and_saved, wait_for
 
 HOSTS = "tools/two_hosts.sh"
 BIN = Path(sys.executable).parent

@@ -7,8 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from commands import REPO, clean_environment, run
+from copies import blocks
 from edits import copy_programs, replace
-from helpers import REPO, blocks, clean_environment, newest, run, run_dir, wait_for
+from outputs import newest, run_dir
+from processes import wait_for
 
 # Trains in this process. `left_behind` tells what is not as it was before.
 NOTEBOOK = """

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import REPO, SMALL, call, run
+from commands import REPO, SMALL, call, run
 from mistakes import refuses
 
 from config import EvalConfig, TrainConfig

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import LONG, ON_2, REPO, SMALL, call, folders, run
+from comparisons import killed_and_resumed
 from edits import OF_DATA, OF_OPTIMIZATION, insert_before, without_own_options
-from helpers import LONG, ON_2, REPO, SMALL, call, copied, folders, killed_and_resumed, run, run_dir, start_two
 from mistakes import refuses
+from outputs import copied, run_dir
+from processes import start_two
 
 NESTED = '''@dataclass(frozen=True)
 class DecayConfig:

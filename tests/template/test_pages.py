@@ -10,32 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, ON_2, REPO, SMALL, call, run, run_in
+from comparisons import assert_same_training, assert_same_weights, killed_and_resumed, on_one_and_two
+from copies import blocks, copy_project_tests, diff, diffs, edited, with_recipe, with_tied_weights
 from edits import apply, copy_programs, insert_after, replace, with_text
-from helpers import (
-    LONG,
-    ON_2,
-    REPO,
-    SMALL,
-    assert_same_training,
-    assert_same_weights,
-    blocks,
-    call,
-    checkpoint,
-    copy_project_tests,
-    diff,
-    diffs,
-    edited,
-    killed_and_resumed,
-    on_one_and_two,
-    results,
-    rows,
-    run,
-    run_dir,
-    run_in,
-    weights,
-    with_recipe,
-    with_tied_weights,
-)
+from outputs import checkpoint, results, rows, run_dir, weights
 
 from config import TrainConfig
 from data import build_datasets

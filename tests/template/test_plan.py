@@ -7,7 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import LONG, checkpoint, diffs, edited, history, killed_and_resumed, newest
+from commands import LONG
+from comparisons import killed_and_resumed
+from copies import diffs, edited
+from outputs import checkpoint, history, newest
 
 from config import TrainConfig
 from runtime.errors import ConfigError

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import SMALL, folders, run, start
 from edits import insert_before
-from helpers import SMALL, folders, free_port, is_lost, run, run_dir, start, wait_for
+from outputs import run_dir
+from processes import free_port, is_lost, wait_for
 
 # A slow download, as people write it: into a folder that is there from the first moment on. It is whole once it has its
 # mark. A file "go" lets it end.

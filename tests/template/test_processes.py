@@ -9,27 +9,10 @@ from pathlib import Path
 
 import pytest
 import zygote
-from helpers import (
-    NO_SHARED_STORE,
-    ON_2,
-    REPO,
-    SLOW,
-    SMALL,
-    TORCHRUN,
-    call,
-    free_port,
-    is_running,
-    kill_group,
-    last_summary,
-    newest,
-    run,
-    run_dir,
-    start,
-    started,
-    wait_for,
-    without_locks,
-)
+from commands import NO_SHARED_STORE, ON_2, REPO, SLOW, SMALL, TORCHRUN, call, run, start
 from mistakes import refuses
+from outputs import last_summary, newest, run_dir, without_locks
+from processes import free_port, is_running, kill_group, started, wait_for
 
 night = pytest.mark.night
 FABRIC_RUN = f"{Path(sys.executable).parent / 'fabric'} run --accelerator cpu --devices 2 --strategy ddp"

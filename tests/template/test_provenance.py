@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import SMALL, call
 from edits import copy_programs, insert_before, replace
-from helpers import SMALL, call, run_dir
 from mistakes import refuses
+from outputs import run_dir
 
 CSV = f"{SMALL} --lr_schedule constant --logger_name csv"
 

@@ -11,23 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, RECIPES, REPO, call, clean_environment, execute
+from comparisons import killed_and_resumed
+from copies import blocks, diffs, edited, needs_recipes
 from edits import replace
-from helpers import (
-    LONG,
-    RECIPES,
-    REPO,
-    blocks,
-    call,
-    checkpoint,
-    clean_environment,
-    diffs,
-    edited,
-    execute,
-    killed_and_resumed,
-    needs_recipes,
-    rows,
-    weights,
-)
+from outputs import checkpoint, rows, weights
 
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("[!.]*/*.md")])
 DIFFS = diffs("docs/editing.md")

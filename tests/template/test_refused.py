@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ON_2, SMALL, call, execute, run, start
 from edits import POINTS, with_edits
-from helpers import ON_2, SMALL, call, execute, run, run_dir, start
 from mistakes import assert_one_line
+from outputs import run_dir
 from test_state import ADAMW, CRITIC
 
 KEEPS = """

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ON_2, TOOLS, call, execute, run
+from copies import diff, edited
 from edits import insert_after, insert_before, replace
-from helpers import ON_2, TOOLS, call, copied, diff, edited, execute, rows, run, run_dir, set_running, without_locks
 from mistakes import refuses
+from outputs import copied, rows, run_dir, set_running, without_locks
 
 pytestmark = pytest.mark.recipes
 # 3 epochs of 19 steps: each sample but one comes once an epoch.

@@ -7,28 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ON_2, PREEMPTED, call, execute, run, run_in
+from comparisons import assert_same_best, assert_same_run
 from edits import insert_after, insert_before
-from helpers import (
-    ON_2,
-    PREEMPTED,
-    assert_same_best,
-    assert_same_run,
+from killer import kill_before
+from outputs import (
     assert_whole_checkpoints,
-    call,
     checkpoint,
     copied,
-    execute,
     history,
     last_summary,
     newest,
-    run,
     run_dir,
-    run_in,
     set_running,
     weights,
     without_locks,
 )
-from killer import kill_before
 
 # 12 steps, each logged; 4, 8 and 12 are validated, in batches of 16 samples: eight on one process, four on each of two.
 OPTIONS = (

@@ -7,40 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, ON_2, PREEMPTED, REPO, SMALL, STEPS, call, execute, folders, run, start
+from comparisons import assert_same_best, assert_same_run, assert_same_training
 from edits import insert_after, insert_before
-from helpers import (
-    LONG,
-    ON_2,
-    PREEMPTED,
-    REPO,
-    SMALL,
-    STEPS,
-    assert_same_best,
-    assert_same_run,
-    assert_same_training,
-    assert_stopped_and_saved,
-    call,
+from mistakes import assert_one_line, refuses
+from outputs import (
     copied,
-    execute,
     flip_a_bit,
-    folders,
     history,
-    interrupt,
-    kill_group,
     last_summary,
     newest,
-    run,
     run_dir,
     set_running,
     snapshot,
-    start,
-    terminate,
-    terminate_group,
-    terminate_rank_1,
     truncate,
     without_locks,
 )
-from mistakes import assert_one_line, refuses
+from processes import assert_stopped_and_saved, interrupt, kill_group, terminate, terminate_group, terminate_rank_1
 
 from config import TrainConfig
 from runtime.options import values_of

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import SMALL, call
 from edits import copy_programs, insert_after
-from helpers import SMALL, call, run_dir
 from mistakes import refuses
+from outputs import run_dir
 from scipy.stats import ttest_rel
 
 OPTIONS = {"out_dir": "x", "logger_name": ["csv"], "seed": 0, "width": 32, "monitor": "val/accuracy",

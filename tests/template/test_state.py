@@ -6,27 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import LONG, ON_2, SMALL, call, execute, run, run_in
+from comparisons import assert_same_run, assert_same_training, killed_and_resumed, on_one_and_two
 from edits import copy_programs, insert_after, insert_before, replace, with_edits
-from helpers import (
-    LONG,
-    ON_2,
-    SMALL,
-    assert_same_run,
-    assert_same_training,
-    call,
-    checkpoint,
-    execute,
-    history,
-    interrupt,
-    kill_group,
-    killed_and_resumed,
-    on_one_and_two,
-    rows,
-    run,
-    run_dir,
-    run_in,
-)
 from optimizers import HALVED, LOOKAHEAD
+from outputs import checkpoint, history, rows, run_dir
+from processes import interrupt, kill_group
 
 from runtime.checkpoints import with_tensors
 

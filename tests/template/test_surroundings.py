@@ -7,27 +7,12 @@ import signal
 import subprocess
 
 import pytest
+from commands import ON_2, SMALL, call, run, start
+from comparisons import assert_same_best, assert_same_run
 from edits import insert_after, insert_before
-from helpers import (
-    ON_2,
-    SMALL,
-    assert_same_best,
-    assert_same_run,
-    assert_stopped_and_saved,
-    assert_whole_checkpoints,
-    call,
-    copied,
-    end_of,
-    is_running,
-    kill_group,
-    newest,
-    run,
-    run_dir,
-    start,
-    started,
-    wait_for,
-)
 from mistakes import assert_one_line, refuses
+from outputs import assert_whole_checkpoints, copied, newest, run_dir
+from processes import assert_stopped_and_saved, end_of, is_running, kill_group, started, wait_for
 
 # ---- the lock of a run
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import PREEMPTED, REPO, call, run, run_forked_sweep, start
+from copies import section
 from edits import copy_programs
-from helpers import PREEMPTED, REPO, call, run, run_forked_sweep, section, start, wait_for
 from mistakes import assert_one_line, refuses
+from processes import wait_for
 from test_own_options import FIELDS, NESTED, with_fields
 
 optuna = pytest.importorskip("optuna")

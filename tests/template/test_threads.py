@@ -4,8 +4,11 @@ torch uses deterministic algorithms."""
 import re
 from pathlib import Path
 
+from commands import LONG, ON_2, SMALL, folders, run
+from comparisons import assert_same_run
 from edits import copy_programs, with_edits
-from helpers import LONG, ON_2, SMALL, assert_same_run, folders, history, interrupt, kill_group, run, run_dir, weights
+from outputs import history, run_dir, weights
+from processes import interrupt, kill_group
 
 # Large enough for torch to compute a sum with both threads.
 WIDE = LONG.replace("--width 4", "--width 64").replace("--epochs 10", "--epochs 3")

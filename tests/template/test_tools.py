@@ -9,8 +9,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from commands import TOOLS
+from copies import diff, section
 from edits import apply
-from helpers import TOOLS, diff, section
 
 APPTAINER = diff("docs/cluster.md", "In a container")
 (CONTAINER,) = re.findall(r"^```\n( +--container-.*\n)```$", section("docs/cluster.md", "In a container"), re.MULTILINE)

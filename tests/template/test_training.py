@@ -7,28 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, ON_2, REPO, SMALL, STEPS, TOOLS, TORCHRUN, call, execute, folders, run
+from comparisons import killed_and_resumed, on_one_and_two
 from edits import copy_programs, insert_after, insert_before, replace
-from helpers import (
-    LONG,
-    ON_2,
-    REPO,
-    SMALL,
-    STEPS,
-    TOOLS,
-    TORCHRUN,
-    call,
-    checkpoint,
-    execute,
-    folders,
-    how_to_go_on,
-    killed_and_resumed,
-    last_summary,
-    on_one_and_two,
-    rows,
-    run,
-    run_dir,
-    weights,
-)
+from outputs import checkpoint, last_summary, rows, run_dir, weights
+from processes import how_to_go_on
 
 ALL_STEPS = f"{SMALL} --warmup_epochs 1 --log_interval 1"
 MICRO_32 = f"{ALL_STEPS} --micro_batch_size 32 --lr_schedule constant"

@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import REPO, call
+from copies import blocks
 from edits import copy_programs, replace
-from helpers import REPO, blocks, call
 
 *_, MERGE, RESTORE, DELETE, COPY, RECORD = blocks("docs/upgrades.md", "bash")
 OWN = re.search(r"`(git diff .+?)`", (REPO / "docs" / "upgrades.md").read_text())[1]

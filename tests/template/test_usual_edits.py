@@ -10,30 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import LONG, ON_2, REPO, SMALL, call, execute, folders, run, run_in
+from comparisons import assert_same_training, killed_and_resumed
+from copies import diff, edited
 from edits import insert_after, insert_before, replace
-from helpers import (
-    LONG,
-    ON_2,
-    REPO,
-    SMALL,
-    assert_same_training,
-    call,
-    diff,
-    edited,
-    execute,
-    folders,
-    history,
-    interrupt,
-    killed_and_resumed,
-    last_summary,
-    predictions_of,
-    results,
-    rows,
-    run,
-    run_dir,
-    run_in,
-    weights,
-)
+from outputs import history, last_summary, predictions_of, results, rows, run_dir, weights
+from processes import interrupt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.recipes

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO, call
+from commands import REPO, call
 from packaging.requirements import Requirement
 from packaging.version import Version
 
