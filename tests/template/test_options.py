@@ -191,6 +191,7 @@ WRONG = {
     "--resume folder": "--resume folder config.yaml",
     f"--resume {RUN} --out_dir other": "--out_dir other train_out",
     "--resume train_out --seed 7": "--seed 7 42",
+    "--resume train_out --monitor_mode min --monitor val/accuracy": "--monitor_mode min max",
     "--resume auto --epochs 0": "--epochs",
 }  # fmt: skip
 WRONG_IN_TEST = {

@@ -36,6 +36,12 @@ def commands(page: str) -> list[str]:
 # ---- docs/editing.md
 
 
+def test_a_dataset_of_ones_own_trains(tmp_path: Path):
+    for split in ("train", "val", "test"):
+        torch.save((torch.rand(200, 1, 8, 8), torch.randint(10, (200,))), tmp_path / f"{split}.pt")
+    call(f"{edited(DIFFS[0], tmp_path)}/train.py --accelerator cpu --fast_run --dataset mine --data_dir .", tmp_path)
+
+
 def test_the_statistics_of_batchnorm_are_in_model_pt_alone(tmp_path: Path):
     """They are those of the 32 micro-batches of an epoch, also after a kill."""
     program = edited(DIFFS[-1], tmp_path)

@@ -145,6 +145,8 @@ def test_an_error_of_the_system_is_one_line_and_renames_nothing(finished, tmp_pa
     refuses("train.py --resume auto --epochs 6", cwd, "Input/output error", code=1)
     monkeypatch.setattr("tempfile.TemporaryFile", refusing(errno.EROFS))
     assert "on 380 test samples" not in refuses("test.py --accelerator cpu", cwd, "--out_dir", "Read-only file system")
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")  # where data are built in turn
+    refuses(f"train.py {SMALL} --out_dir other", cwd, "build_datasets", "/proc/nowhere")
 
 
 def test_a_file_system_that_refuses_to_append_to_sync_and_to_link_is_written_to(tmp_path, cwd, monkeypatch):
