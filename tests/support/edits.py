@@ -23,7 +23,6 @@ REPO = Path(__file__).resolve().parents[2]
 POINTS = {
     # ---- train.py
     "functions": ("train.py", "", "def build_model("),
-    "image shape": ("train.py", "build_model", "image, _ = dataset[0]"),
     "use of dropout": ("train.py", "build_model", "config.dropout"),
     "model": ("train.py", "build_model", "return Model("),
     "batch": ("train.py", "compute_loss", "images, targets = batch"),
@@ -81,10 +80,8 @@ POINTS = {
     "Fabric": ("runtime/launch.py", "", "fabric = Fabric(**options)"),
     "next batch": ("runtime/meters.py", "", "batch = next(batches)"),
     "format": ("runtime/checkpoints.py", "", "FORMAT = ..."),
-    "checkpoint is chosen": ("runtime/checkpoints.py", "", "damaged = []"),
     "checkpoint is written": ("runtime/rundir.py", "", "checkpoints.save(path, contents)"),
     "run ends": ("runtime/rundir.py", "", "if error and ...: ..."),
-    "final weights": ("runtime/rundir.py", "", "torch.save(with_tensors(Tensor.cpu, weights), file)"),
 }
 
 

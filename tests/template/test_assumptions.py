@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime import launch, meters, terminal
+from runtime import checkpoints, launch, meters, resume, terminal
 
 
 @pytest.fixture
@@ -113,6 +113,25 @@ def test_fabric_finds_slurm_by_its_tasks_and_takes_a_job_bash_for_a_shell(monkey
         assert SLURMEnvironment.detect() == is_found
     monkeypatch.setenv("SLURM_LOCALID", "1")
     assert SLURMEnvironment.local_rank(None) == 1 and not terminal.is_local_zero()
+
+
+def test_an_optimizer_that_loads_a_state_puts_the_steps_of_a_fused_one_in_place():
+    """On the device, as its groups say: so resume.restore_optimizer must not change `fused` behind it, else the
+    next step of a GPU fails. Here it is seen by the dtype."""
+    parameter = nn.Parameter(torch.zeros(2))
+    plain, fused = (torch.optim.AdamW([parameter], fused=is_fused) for is_fused in (False, True))
+    then, now = (
+        checkpoints.describe_optimizers({"m": nn.ParameterList([parameter]), "o": optimizer})["o"]
+        for optimizer in (plain, fused)
+    )
+    parameter.grad = torch.ones(2)
+    plain.step()
+    saved = plain.state_dict()
+    saved["state"][0]["step"] = torch.tensor(1.0, dtype=torch.float64)
+    plain.load_state_dict(saved)
+    assert plain.state[parameter]["step"].dtype == torch.float64
+    resume.restore_optimizer(fused, saved, now, then)
+    assert fused.param_groups[0]["fused"] and fused.state[parameter]["step"].dtype == torch.float32
 
 
 # ---- what only a GPU can show

@@ -3,6 +3,7 @@ anything else is refused by name. The data of several processes must be the same
 
 import os
 import re
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from edits import REPO, insert_after, insert_before, replace, with_edits
 from mistakes import assert_one_line, refuses
 from outputs import checkpoint, copied, last_summary, run_dir, weights, without_locks
 from test_state import ADAMW, CRITIC
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from runtime.loader import checksum, fingerprint
@@ -277,14 +279,16 @@ def test_which_sets_have_a_fingerprint():
 ARRAY = np.arange(12.0).reshape(3, 4)
 PART = torch.zeros(2**28, dtype=torch.uint8)[:1000]  # it takes no more memory than the part
 SAME = [
-    ({0, 8}, {8, 0}), (frozenset("ab"), {"b", "a"}), ({"x": 1, "y": [{"a"}]}, {"y": [{"a"}], "x": 1}),
+    ({0, 8}, {8, 0}), (frozenset("ab"), {"b", "a"}), ({"x": 1, "y": [{"a"}]}, UserDict(y=[{"a"}], x=1)),
     (PART, PART.clone()), (ARRAY.T, ARRAY.T.copy()), (torch.tensor(ARRAY).T, torch.tensor(ARRAY.T.copy())),
+    (torch.ones(2), nn.Parameter(torch.ones(2))),
 ]  # fmt: skip
 OTHERS = [
     ([1, 2], [2, 1]), ({1, 2}, {1, 3}), ({"a": 1}, {"a": 2}), (1, True), (1, "1"), ("1", b"1"), (None, "a"),
     ({"images": torch.zeros(9)}, {"images": torch.zeros(9).index_fill(0, torch.tensor(8), 1)}), (3 + 4j, 3.0),
     (torch.ones(2), torch.ones(2, 1)), (torch.ones(2), torch.ones(2, dtype=torch.bfloat16)),
     (np.ones(2), np.ones(2, dtype=np.float32)), (np.ones(2), np.ones((2, 1))), (np.float32(2), np.float32(3)),
+    (torch.tensor(True), torch.tensor(1)),
 ]  # fmt: skip
 
 

@@ -253,6 +253,7 @@ def test_a_forged_checkpoint_runs_no_code(whole, killed, tmp_path):
     (directory / ".metadata").write_bytes(pickle.dumps(Forged()))
     command = f"test.py --out_dir train_out --checkpoint {file}"
     assert_one_line(call(command, cwd, code=1), f"--checkpoint {file}")
+    refuses(f"test.py --out_dir train_out --checkpoint {directory}", cwd, f"--checkpoint {directory}")
     printed = call("train.py --resume auto", cwd).stdout
     assert_same_run(cwd, whole)
     for path in (file, directory):

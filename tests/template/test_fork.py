@@ -28,6 +28,8 @@ from outputs import (
     without_locks,
 )
 
+from runtime.files import lock
+
 pytestmark = pytest.mark.recipes
 FORK = "tools/fork.py"
 NAMED = "--out_dir train_out"  # as its parent, which lies in another folder
@@ -64,10 +66,11 @@ def logged(cwd: Path) -> list[dict]:
 
 
 def test_with_unchanged_options_it_ends_as_its_parent_which_provenance_and_runs_py_tell(parent, cwd, tmp_path):
-    """Also one that is killed before its own first checkpoint, and a fork of it. Its rows begin with those before the
-    step, whose own it makes itself."""
+    """Also where the parent still runs, where a kill comes before the first checkpoint, and in a fork of a fork. Its
+    rows begin with those before the step, whose own it makes itself."""
     before = without_locks(parent)
-    folder = fork(parent / STEP_8, cwd)
+    with lock(parent / ".lock"):
+        folder = fork(parent / STEP_8, cwd)
     assert logged(cwd) == logged(parent.parent)[:7]
     kill_before("os.rename step-00000010.ckpt.tmp 1", RESUME, cwd, tmp_path)
     call(RESUME, cwd)

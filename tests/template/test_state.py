@@ -240,6 +240,16 @@ def test_the_rates_and_how_a_step_is_computed_are_those_of_the_code_and_the_opti
     assert changed == {"fused", "foreach", "lr", "initial_lr"}
 
 
+def test_gradients_are_zeroed_before_the_micro_batches(program: Path, tmp_path: Path, cwd: Path):
+    """What an edit leaves in them after a step, or before the first one, is in no step."""
+    again = 'fabric.backward(compute_loss(model, batch, config)[0]["loss"])'
+    insert_after(program, "optimizer steps", again)
+    insert_before(program, "loop begins", "batch = next(iter(val_loader))\n" + again)
+    call(f"train.py {FEW} --micro_batch_size 32", tmp_path)
+    call(f"{program}/train.py {FEW} --micro_batch_size 32", cwd)
+    assert_same_run(cwd, tmp_path)
+
+
 def test_the_outputs_of_compute_loss_are_freed_before_the_backward_pass(program: Path, cwd: Path):
     """The logits of a language model are the largest of all tensors, and its loss may not need them any more."""
     insert_before(program, "functions", "import weakref\n\nSEEN = []")
