@@ -111,8 +111,10 @@ def test_on_device_samples_are_fetched_and_augmented_there(on_device: Path, monk
     """Indices are copied once a batch, in one tensor. Of the host's samples, build_model looks at one, and `order` may
     need them all: they stay. A Subset has no method for it."""
     data, loader = imported(on_device, "data"), imported(on_device, "runtime/loader")
-    meta = torch.device("meta")  # a device that every machine has; no tensor there has a value, nor joins one of a CPU
-    item, copied, config = torch.Tensor.item, [], TrainConfig(num_workers=0)
+    meta = torch.device("meta")  # a device that every machine has; no tensor there has a value
+    item, randint, config = torch.Tensor.item, torch.randint, TrainConfig(num_workers=0)
+    copied, drawn = [], []
+    monkeypatch.setattr(torch, "randint", lambda *args, **to: drawn.append(randint(*args, **to)) or drawn[-1])
     # That with which shifted images are padded is 0 there.
     monkeypatch.setattr(torch.Tensor, "item", lambda self: 0.0 if self.is_meta else item(self))
     fabric = SimpleNamespace(device=meta, world_size=1, global_rank=0)
@@ -122,7 +124,8 @@ def test_on_device_samples_are_fetched_and_augmented_there(on_device: Path, monk
     for _ in range(2):
         found = [(images.shape, images.device, targets.shape, targets.device) for images, targets in batches]
         assert found == [((4, 1, 8, 8), meta, (4,), meta)] * 2
-    assert copied == 2 * [[0, 1, 2, 3], [4, 5, 6, 7]] and not batches.pin_memory
+    assert copied == 2 * [[0, 1, 2, 3], [4, 5, 6, 7]] and [each.device for each in drawn] == 4 * [meta]
+    assert not batches.pin_memory
     assert dataset[0][0].device == torch.device("cpu")
     fabric.to_device = lambda batch: batch
     batches = loader.Loader(fabric, Subset(dataset, range(100)), loader.eval_batches(8, 4, fabric), config)

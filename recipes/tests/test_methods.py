@@ -342,11 +342,8 @@ def test_semi_supervised_streams_draw_different_samples_and_random_numbers(semi_
     in 4 steps, in which each comes at most once."""
     train = imported_train(semi_supervised, monkeypatch)
     config = train.TrainConfig(effective_batch_size=8, micro_batch_size=4, unlabelled_ratio=3, limit_train_batches=2)
-    fabric, dataset, timer = (
-        Fabric(accelerator="cpu", devices=1),
-        Noise(torch.empty(100)),
-        Timer(torch.device("cpu"), 1),
-    )
+    fabric, timer = Fabric(accelerator="cpu", devices=1), Timer(torch.device("cpu"), 1)
+    dataset = Noise(torch.empty(100))
     plan = train.make_plan(config, len(dataset), 0, 1, 0)
     first = train.Loader(fabric, dataset, train.TrainSampler(plan, dataset, 0, config.seed), config)
     second = imported(semi_supervised, "fixmatch").second_stream(fabric, config, plan, dataset)
