@@ -247,8 +247,7 @@ def test_a_model_of_another_run_is_frozen_and_in_no_checkpoint(recipe: str, opti
     reference is asked by test.py, too."""
     program = with_recipe(recipe, tmp_path / "program")
     if recipe == "reference":
-        check = "assert not config.reference or not model.reference[0].training"
-        insert_after(program, "step is done", check)
+        insert_after(program, "step is done", "assert not config.reference or not model.reference[0].training")
     command = f"train.py {SMALL} --width 6"
     ours = run_in(tmp_path / "with", f"{program}/{command} --{option} {finished}")
     without, plain = (run_in(tmp_path / f"of_{path.name}", f"{path}/{command}") for path in (program, REPO))
@@ -316,12 +315,10 @@ def test_semi_supervised_loss_is_that_of_the_paper(semi_supervised: Path):
 
 def test_semi_supervised_labelled_images_follow_from_the_seed(semi_supervised: Path, monkeypatch):
     train = imported_train(semi_supervised, monkeypatch)
-    found = []
-    for seed in (1, 1, 2):
-        parts = train.build_datasets(train.TrainConfig(labels_per_class=5, seed=seed))
-        assert parts["train"].targets.bincount().tolist() == [5] * 10 and len(parts["unlabelled"]) == 1217
-        found.append(parts["train"].images)
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    *_, parts = sets = [train.build_datasets(train.TrainConfig(labels_per_class=5, seed=seed)) for seed in (1, 1, 2)]
+    assert parts["train"].targets.bincount().tolist() == [5] * 10 and len(parts["unlabelled"]) == 1217
+    first, again, other = (each["train"].images for each in sets)
+    assert torch.equal(first, again) and not torch.equal(first, other)
     batch, unlabelled = (parts[part].__getitems__([0, 1, 2, 3]) for part in ("train", "unlabelled"))
     model = train.build_model(train.TrainConfig(), parts["train"])
     views: list[torch.Tensor] = []
@@ -452,18 +449,14 @@ def test_segmentation_pixels_without_a_class_count_in_no_metric(tmp_path: Path):
 needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
 
 
-@pytest.fixture(scope="module")
-def bag(bag_of_words: Path, tmp_path_factory) -> Path:
-    """Where a run with the defaults is finished."""
-    return run_in(tmp_path_factory.mktemp("bag") / "cwd", f"{bag_of_words}/train.py --accelerator cpu")
-
-
-def test_bag_of_words_model_pt_alone_takes_texts_as_they_were_written(bag_of_words: Path, bag, tmp_path, monkeypatch):
-    """Without the data set. It finds the classes that test.py finds; its words are of the training texts."""
-    for path in (bag_of_words / "classify.py", bag_of_words / "model.py", run_dir(bag) / "model.pt"):
+def test_bag_of_words_model_pt_alone_takes_texts_as_they_were_written(bag_of_words: Path, tmp_path, cwd, monkeypatch):
+    """Without the data set. It finds the classes that test.py finds; its words are of the training texts. Weights of
+    another vocabulary of the same size, which their shapes do not show, are refused."""
+    call(f"{bag_of_words}/train.py --accelerator cpu", cwd)
+    for path in (bag_of_words / "classify.py", bag_of_words / "model.py", run_dir(cwd) / "model.pt"):
         shutil.copy(path, tmp_path)
-    results(bag_of_words, bag, "--checkpoint last --split test --predictions")
-    logits, _ = predictions_of(bag)
+    results(bag_of_words, cwd, "--checkpoint last --split test --predictions")
+    logits, _ = predictions_of(cwd)
     programs = imported_train(bag_of_words, monkeypatch)
     datasets = programs.build_datasets(programs.TrainConfig())
     texts = ["xyzzy", "", *(" ".join(words) for words, _ in datasets["test"].samples)]  # two without a known word
@@ -471,16 +464,12 @@ def test_bag_of_words_model_pt_alone_takes_texts_as_they_were_written(bag_of_wor
         command = [sys.executable, "classify.py", ".", *arguments]
         done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[2:] == [datasets["test"].classes[index] for index in logits.argmax(1)]
-    words = weights(bag)["_extra_state"].pop("words")
+    words = weights(cwd)["_extra_state"].pop("words")
     assert {*words} <= {word for text, _ in datasets["train"].samples for word in text}
-
-
-@pytest.mark.parametrize("command", ["train.py --resume auto --epochs 21", "test.py --accelerator cpu"])
-def test_bag_of_words_weights_of_another_vocabulary_are_refused(command: str, bag: Path, tmp_path: Path):
-    """One of the same size, which the shapes of the weights do not show."""
     other = with_recipe("bag_of_words", tmp_path / "other")
     insert_after(other, ("docstrings.py", "build_docstrings", "vocabulary = ..."), 'vocabulary[0] = "other"')
-    refuses(f"{other}/{command}", bag, "words")
+    for command in ("train.py --resume auto --epochs 21", "test.py --accelerator cpu"):
+        refuses(f"{other}/{command}", cwd, "words")
 
 
 @needs_transformers
