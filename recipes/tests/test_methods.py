@@ -590,14 +590,12 @@ def losses_of(model: torch.nn.Module, sequences, indices) -> list[torch.Tensor]:
 def test_token_batches_model_returns_the_losses_of_its_logits_without_the_logits(token_batches, parts, monkeypatch):
     """Of all tensors they would take the most memory. No metric needs them."""
     train = imported_train(token_batches, monkeypatch)
-    model = train.Model(256, width=8, dropout=0)
-    batch = parts["train"].__getitems__(np.arange(3))
-    tokens, targets = batch[0][:, :-1], batch[0][:, 1:]
-    assert sizes_of_outputs(train.compute_loss, model, batch) == [targets.shape]
-    logits = []
-    with model.head.register_forward_hook(lambda module, given, output: logits.append(output)):
-        losses = model(tokens, targets)
-    torch.testing.assert_close(losses, F.cross_entropy(logits[0].transpose(1, 2), targets, reduction="none"))
+    model, logits = train.Model(256, width=8, dropout=0), []
+    tokens, num_tokens = parts["train"].__getitems__(np.arange(3))
+    model.head.register_forward_hook(lambda module, given, output: logits.append(output.transpose(1, 2)))
+    assert sizes_of_outputs(train.compute_loss, model, (tokens, num_tokens)) == [tokens[:, 1:].shape]
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(losses, F.cross_entropy(logits[-1], tokens[:, 1:], reduction="none"))
 
 
 def test_token_batches_count_each_sample_by_its_tokens(token_batches: Path, parts: dict, tmp_path: Path):

@@ -324,22 +324,23 @@ def test_a_mistake_is_told_and_nothing_is_made(recipe: str, options: str, named:
     refuses(command, cwd, named.format(unfinished=unfinished), how=execute)
 
 
-FIXED = [
-    ("balanced", "--balanced False"),
-    *[("crossvalidation", option) for option in ("--fold 0", "--folds 4")],
-    *[("finetune", option) for option in ("--weights elsewhere", "--body_lr 0.5", "--lora_rank 3")],
-    ("hard_examples", "--pressure 10"),
-    ("semi_supervised", "--unlabelled_ratio 3"),
-    ("token_batches", "--max_tokens 2048"),
-    ("two_models", "--noise_rate 0.1"),
-]
+FIXED = {
+    "balanced": ["--balanced False"],
+    "crossvalidation": ["--fold 0", "--folds 4"],
+    "finetune": ["--weights elsewhere", "--body_lr 0.5", "--lora_rank 3"],
+    "hard_examples": ["--pressure 10"],
+    "semi_supervised": ["--unlabelled_ratio 3"],
+    "token_batches": ["--max_tokens 2048"],
+    "two_models": ["--noise_rate 0.1"],
+}
 
 
-@pytest.mark.parametrize("recipe, changed", FIXED)
+@pytest.mark.parametrize("recipe", FIXED)
 @pytest.mark.parametrize("options", ["--max_steps 2"])
-def test_a_resume_cannot_change_what_fixes_the_run(recipe: str, changed: str, command: str, tmp_path: Path):
+def test_a_resume_cannot_change_what_fixes_the_run(recipe: str, command: str, tmp_path: Path):
     call(command, tmp_path)
-    refuses(f"{tmp_path}/program/train.py --resume auto {changed} --max_steps 4", tmp_path, changed)
+    for changed in FIXED[recipe]:
+        refuses(f"{tmp_path}/program/train.py --resume auto {changed} --max_steps 4", tmp_path, changed)
 
 
 # ---- what a preface says
