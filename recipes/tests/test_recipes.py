@@ -89,22 +89,16 @@ def test_after_a_patch_or_an_edit_of_a_page_the_type_hints_are_right(edit: str |
 PAGE = (RECIPES / "README.md").read_text()
 TABLE = re.findall(r"^\| \[(\w+)/(\w+)\]\(\1/\2\.patch\) \|(?:[^|]*\|){3} ?([^|]*) \|", PAGE, re.MULTILINE)
 DATA = [name for folder, name, _ in TABLE if folder == "data"]
-
-
-def pairs_that(italics: bool) -> set[frozenset]:
-    """The pairs that apply and fail; or those of which the second one does not apply, also those that the page names
-    where it speaks of a data patch after a method."""
-    found = [(name, other) for _, name, others in TABLE for other in others.split(", ") if other]
-    pairs = {frozenset((name, other.strip("*"))) for name, other in found if ("*" in other) == italics}
-    ((methods, other),) = re.findall(r"method that changes the data: (.*?); datasets after (\w+);", PAGE, re.DOTALL)
-    with_data = {frozenset((name, data)) for name in re.findall(r"\w+", methods) for data in DATA}
-    return pairs if italics else pairs | with_data | {frozenset((other, "datasets"))}
-
-
+NAMED, OTHER = re.findall(r"method that changes the data: (.*?); datasets after (\w+);", PAGE, re.DOTALL)[0]
+METHODS_OF_DATA = re.findall(r"\w+", NAMED)
+NOT_WITH = [(name, other) for _, name, others in TABLE for other in others.split(", ") if other]
+# Pairs of which the second one does not apply, and pairs that apply and fail.
+APART = {frozenset(pair) for pair in NOT_WITH if "*" not in pair[1]} | {frozenset((OTHER, "datasets"))}
+APART |= {frozenset((name, data)) for name in METHODS_OF_DATA for data in DATA}
+FAILING = {frozenset((name, other.strip("*"))) for name, other in NOT_WITH if "*" in other}
 METHODS = [name for folder, name, _ in TABLE if folder == "methods"]
 # Averaged weights go with other kinds of training, too.
 FEATURES = ["ema", *(name for folder, name, _ in TABLE if folder in ("features", "cluster"))]
-APART = pairs_that(italics=False)
 
 
 @pytest.mark.parametrize("first", sorted({*METHODS, *FEATURES}))
@@ -171,12 +165,10 @@ NEEDS = {
     # Of 4 micro-batches: those of the first seven steps of an epoch have 26 words in a column, the last 21.
     "word_language_model": "--data_dir {text} --bptt 26 --effective_batch_size 20 --micro_batch_size 5 --epochs 4",
 }
-
-
-BORDERS = "masks[:, :4] = masks[:, -4:] = 255"  # pixels without a class
 EDITS = {
     "reinforcement": [("replace environment.py, , MAX_STEPS = 500", "MAX_STEPS = 50")],
-    "segmentation": [("after scenes.py, draw_scenes, images += ...", BORDERS)],
+    # Pixels without a class.
+    "segmentation": [("after scenes.py, draw_scenes, images += ...", "masks[:, :4] = masks[:, -4:] = 255")],
 }
 
 
@@ -278,8 +270,8 @@ WITH_FEATURES = dict.fromkeys(METHODS, "") | {
 def test_a_method_trains_with_all_features_that_go_with_it(recipe: str, order: int, command: str, tmp_path: Path):
     """At once, in bf16-mixed with accumulation on two processes. Of two that do not go together the first is taken, in
     both orders."""
-    together, apart = [recipe], APART | pairs_that(italics=True) | {frozenset(("two_models", "sharded"))}
-    if frozenset((recipe, "mapped")) in APART:  # it has no digits, of which the second validation set is made
+    together, apart = [recipe], APART | FAILING | {frozenset(("two_models", "sharded"))}
+    if recipe in METHODS_OF_DATA:  # it has no digits, of which the second validation set is made
         apart |= {frozenset((recipe, "val_sets"))}
     for feature in FEATURES[::order]:
         if feature not in together and not apart & {frozenset((feature, each)) for each in together}:
