@@ -1,5 +1,5 @@
 """Runs the scripts of pytorch/examples that recipes/ports has moved, unchanged, on small data, and prints the losses
-that test_texts_and_ports.py compares with:
+that test_methods.py compares with:
 
     git clone https://github.com/pytorch/examples && git -C examples checkout 77f55b912142e11fcfdf5b530231fb9c52f181e8
     python recipes/tests/originals.py examples/mnist --epochs 2 --log-interval 1
@@ -9,6 +9,7 @@ The first needs torchvision 0.28.0. A script runs in a temporary folder, on a CP
 What is not as in the script itself: torch's generator is seeded before each forward pass of a training step as the
 template seeds it, so that dropout draws the same masks; and each loss is noted in all its digits."""
 
+import itertools
 import os
 import random
 import runpy
@@ -55,28 +56,13 @@ def write_text(folder: Path) -> None:
         (folder / f"{name}.txt").write_text(text)
 
 
-def noted(function, losses: list[float]):
-    """The function, which appends to the list what it returns with a gradient."""
-
-    def call(*arguments, **options):
-        value = function(*arguments, **options)
-        if value.requires_grad:
-            losses.append(value.item())
-        return value
-
-    return call
-
-
 def seeded(forward, seed: int):
     """The method `forward`, which in training mode seeds the generators before each call as `Loader.micro_batches`."""
-    set_seed = seeder("cpu", "step", seed)
-    step = 0
+    set_seed, steps = seeder("cpu", "step", seed), itertools.count()
 
     def call(model, *inputs):
-        nonlocal step
         if model.training:
-            set_seed(step)
-            step += 1
+            set_seed(next(steps))
         return forward(model, *inputs)
 
     return call
@@ -84,24 +70,31 @@ def seeded(forward, seed: int):
 
 def main(folder: Path, options: list[str]) -> list[float]:
     losses: list[float] = []
+    nll_loss = torch.nn.functional.nll_loss
+
+    def noted(*arguments, **words):
+        value = nll_loss(*arguments, **words)
+        if value.requires_grad:
+            losses.append(value.item())
+        return value
+
     torch.set_num_threads(1)
     sys.path.insert(0, str(folder))
     sys.argv = [str(folder / "main.py"), *options]
-    torch.nn.functional.nll_loss = noted(torch.nn.functional.nll_loss, losses)  # nn.NLLLoss calls it, too
+    torch.nn.functional.nll_loss = noted  # nn.NLLLoss calls it, too
     with tempfile.TemporaryDirectory() as temporary:
-        cwd = Path(temporary, "cwd")
-        cwd.mkdir()
-        os.chdir(cwd)
+        os.chdir(temporary)
         if folder.name == "mnist":
-            data_dir = Path(temporary, "data", "MNIST", "raw")  # where the script looks, seen from its own folder
-            data_dir.mkdir(parents=True)
-            write_digits(data_dir)
+            os.makedirs("cwd")
+            os.makedirs("data/MNIST/raw")  # where the script looks, seen from its own folder
+            write_digits(Path("data/MNIST/raw"))
+            os.chdir("cwd")
             import main as script
 
             script.Net.forward = seeded(script.Net.forward, SEEDS["mnist"])
             script.main()
         else:
-            write_text(cwd)
+            write_text(Path())
             import model
 
             model.RNNModel.forward = seeded(model.RNNModel.forward, SEEDS["word_language_model"])

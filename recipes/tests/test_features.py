@@ -5,18 +5,15 @@ val_sets). On_device and prefetch run on the CPU here; test_gpu.py has what need
 import io
 import json
 import re
-import shutil
 import signal
-from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from commands import LONG, REPO, SMALL, TOOLS, call, run, run_forked_sweep, run_in
+from commands import LONG, REPO, SMALL, call, run, run_in
 from comparisons import assert_same_run, assert_same_weights
 from copies import generator, imported, with_recipe
 from edits import insert_after, insert_before, replace
@@ -29,7 +26,6 @@ from torch.utils.data import Subset, TensorDataset
 
 from config import TrainConfig
 from data import build_datasets
-from runtime.launch import end_workers
 
 pytestmark = pytest.mark.recipes
 
@@ -94,51 +90,29 @@ def test_crossvalidation_validates_on_each_sample_once_and_else_trains_on_it(cro
     assert samples(last["train"]) == validated and samples(last["test"]) == test
 
 
-def test_crossvalidation_sweep_takes_the_mean_over_the_folds(tmp_path: Path):
-    """Nothing is searched: one point, the defaults."""
-    pytest.importorskip("optuna")
-    program = with_recipe("crossvalidation", tmp_path / "program")
-    (program / "tools").mkdir()
-    for name in ("sweep.py", "runs.py", "run_table.py"):  # the latter two are tested with folds in test_runs.py
-        shutil.copy(TOOLS / name, program / "tools")
-    (cwd := tmp_path / "cwd").mkdir()
-    (cwd / "cv.yaml").write_text("folds: 3\nfold: [0, 1, 2]\n")
-    options = f"{SMALL} --epochs 1 --logger_name csv"
-    printed = run_forked_sweep(f"cv.yaml --jobs 2 -- {options}", cwd, program=program).stdout
-    bests = {path.parent.name[16:]: json.loads(path.read_text())["best"] for path in cwd.glob("*/summary.json")}
-    assert {*bests} == {f"cv-0-fold={fold}" for fold in (0, 1, 2)}
-    assert f"best val/accuracy {mean(bests.values()):.5g} of 1 trials" in printed
-
-
-def test_on_device_samples_are_moved_once_and_fetched_and_augmented_there(on_device: Path, monkeypatch):
-    """The loader is made after the launch, so the device is that of the process. Of the host's samples, build_model
-    looks at one, and `order` may need them all: they stay. Indices are copied once a batch, in one tensor."""
+def test_on_device_samples_are_fetched_and_augmented_there(on_device: Path, monkeypatch):
+    """Indices are copied once a batch, in one tensor. Of the host's samples, build_model looks at one, and `order` may
+    need them all: they stay. A Subset has no method for it."""
     data, loader = imported(on_device, "data"), imported(on_device, "runtime/loader")
     meta = torch.device("meta")  # a device that every machine has; no tensor there has a value
-    item, randint, move = torch.Tensor.item, torch.randint, data.ImageDataset.on_device
-    moved, copied, drawn = [], [], []
-    monkeypatch.setattr(data.ImageDataset, "on_device", lambda self, to: moved.append(to) or move(self, to))
+    item, randint, config = torch.Tensor.item, torch.randint, TrainConfig(num_workers=0)
+    copied, drawn = [], []
     monkeypatch.setattr(torch, "randint", lambda *args, **to: drawn.append(randint(*args, **to)) or drawn[-1])
     # That with which shifted images are padded is 0 there.
     monkeypatch.setattr(torch.Tensor, "item", lambda self: 0.0 if self.is_meta else item(self))
-
     fabric = SimpleNamespace(device=meta, world_size=1, global_rank=0)
-    fabric.to_device = lambda tensor: copied.append(tensor) or tensor.to(meta)
+    fabric.to_device = lambda tensor: copied.append(tensor.tolist()) or tensor.to(meta)
     dataset = data.build_datasets(TrainConfig())["train"]
-    batches = loader.Loader(fabric, dataset, loader.eval_batches(8, 4, fabric), TrainConfig(num_workers=0))
-    for _ in range(3):
+    batches = loader.Loader(fabric, dataset, loader.eval_batches(8, 4, fabric), config)
+    for _ in range(2):
         found = [(images.shape, images.device, targets.shape, targets.device) for images, targets in batches]
         assert found == [((4, 1, 8, 8), meta, (4,), meta)] * 2
-    assert moved == [meta] and [each.device for each in drawn] == 6 * [meta] and not batches.pin_memory
-    assert [index.tolist() for index in copied] == 3 * [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert copied == 2 * [[0, 1, 2, 3], [4, 5, 6, 7]] and [each.device for each in drawn] == 4 * [meta]
+    assert not batches.pin_memory
     assert dataset[0][0].device == torch.device("cpu")
-    on_host = Subset(dataset, range(100))  # has no method for it, and may have workers
     fabric.to_device = lambda batch: batch
-    batches = loader.Loader(fabric, on_host, loader.eval_batches(8, 4, fabric), TrainConfig(num_workers=1))
-    try:
-        assert [len(targets) for _, targets in batches] == [4, 4]
-    finally:
-        end_workers(set())
+    batches = loader.Loader(fabric, Subset(dataset, range(100)), loader.eval_batches(8, 4, fabric), config)
+    assert [targets.device for _, targets in batches] == 2 * [torch.device("cpu")]
 
 
 def test_on_device_on_a_cpu_the_run_is_that_without_the_patch(balanced: Path, tmp_path: Path):
@@ -150,71 +124,44 @@ def test_on_device_on_a_cpu_the_run_is_that_without_the_patch(balanced: Path, tm
     refuses(f"{both}/test.py --accelerator cpu --num_workers 1", ours, "--num_workers 1")
 
 
-NO_STREAMS = """
+STREAMS = """
+from contextlib import contextmanager
 from types import SimpleNamespace
 
-torch.cuda.Stream = torch.cuda.current_stream = lambda device: SimpleNamespace(wait_stream=lambda other: None)
-torch.cuda.stream = lambda stream: ExitStack()
+
+def stream(name):
+    return SimpleNamespace(name=name, wait_stream=lambda other: print(f"{name} waits for {other.name}", flush=True))
+
+
+@contextmanager
+def copied_on(stream):
+    yield
+    print(f"copied on {stream.name}", flush=True)
+
+
+torch.cuda.Stream, torch.cuda.current_stream = lambda device: stream("copying"), lambda device: stream("computing")
+torch.cuda.stream = copied_on
 """
 
 
-@pytest.fixture(scope="module")
-def ahead(tmp_path_factory) -> Path:
-    """The program, which loads ahead on a CPU, too, on streams that wait for nothing. It prints when the order of an
-    epoch is asked for, and each step."""
-    program = with_recipe("prefetch", tmp_path_factory.mktemp("ahead"))
-    insert_before(program, ("runtime/loader.py", "", "def start_worker("), NO_STREAMS)
+def test_prefetch_killed_and_resumed_it_is_the_run_without_it(program: Path, tmp_path: Path):
+    """When a micro-batch more had been loaded than was trained on; here on a CPU, on streams that only say what they
+    do. Each copy overlaps one computation: the loop waits for the copy of its batch, and not for that of the next one.
+    A copy waits for what was computed before: the memory that it writes to may be that of an earlier batch. Nothing is
+    loaded ahead of an epoch: its order may depend on the training, and is asked for with the first batch."""
+    insert_before(with_recipe("prefetch", program), ("runtime/loader.py", "", "def start_worker("), STREAMS)
     replace(program, ("runtime/loader.py", "__iter__", 'self.fabric.device.type == "cuda"'), "True")
     asked = ("runtime/loader.py", "order", "generator = torch.Generator().manual_seed(...)")
     insert_before(program, asked, 'print(f"order of epoch {epoch}", flush=True)')
-    return insert_before(program, "optimizer steps", 'print(f"step {step}", flush=True)')
-
-
-COPIED_AHEAD = """
-computing waits for copying, copying waits for computing, copy 0 on copying
-computing waits for copying, copying waits for computing, copy 1 on copying, compute 0 on computing
-computing waits for copying, copying waits for computing, copy 2 on copying, compute 1 on computing
-computing waits for copying, compute 2 on computing
-"""
-
-
-def test_prefetch_each_copy_overlaps_one_computation_and_nothing_else(prefetch: Path, monkeypatch):
-    """The loop waits for the copy of its batch, but not for that of the next one. A copy waits for what was computed
-    before: the memory that it writes to may be that of an earlier batch."""
-    order, current = [], ["computing"]
-
-    def stream(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other.name}"))
-
-    @contextmanager
-    def on(stream):
-        current.append(stream.name)
-        yield
-        current.pop()
-
-    def copy(batch: int) -> int:
-        order.append(f"copy {batch} on {current[-1]}")
-        return batch
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream("copying"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream("computing"))
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    fabric = SimpleNamespace(device=None, to_device=copy)
-    for batch in imported(prefetch, "runtime/loader").copied_ahead(fabric, iter(range(3))):
-        order.append(f"compute {batch} on {current[-1]}")
-    assert order == re.split(", |\n", COPIED_AHEAD.strip())
-
-
-@pytest.mark.parametrize("options", ["", pytest.param("--num_workers 2", marks=pytest.mark.night)])
-def test_prefetch_killed_and_resumed_it_is_the_run_without_it(options: str, ahead: Path, tmp_path: Path):
-    """When a micro-batch more had been loaded than was trained on. Nothing is loaded ahead of an epoch: its order may
-    depend on the training, so it is asked for when the first batch is."""
+    insert_after(program, "micro-batch is done", 'print("computed", flush=True)')
     (killed := tmp_path / "killed").mkdir()
-    assert interrupt(f"{ahead}/{LONG} {options}", killed, kill_group).returncode == -signal.SIGKILL
-    printed = run(f"{ahead}/train.py --resume auto", killed).stdout.splitlines()
-    lines = [line for line in printed if line.startswith(("order of", "step "))]
-    assert lines.index("order of epoch 9") == lines.index("step 72") + 1
-    assert_same_run(killed, run_in(tmp_path / "plain", f"{LONG} {options}"))
+    assert interrupt(f"{program}/{LONG}", killed, kill_group).returncode == -signal.SIGKILL
+    printed = run(f"{program}/train.py --resume auto", killed).stdout
+    assert_same_run(killed, run_in(tmp_path / "plain", LONG))
+    lines = re.findall(r"^(?:order|copied|computed|\w+ waits).*", printed.partition("order of epoch 9\n")[2], re.M)
+    copy = ["computing waits for copying", "copying waits for computing", "copied on copying"]
+    epoch = [*copy, *(31 * [*copy, "computed"]), copy[0], "computed"]  # before its validation
+    assert lines[: len(epoch)] == epoch
 
 
 def test_hparams_tab_has_the_options_of_the_first_start_beside_the_last_values(hparams: Path, tmp_path: Path):
@@ -261,37 +208,29 @@ def test_val_sets_second_validation_set_is_logged_monitored_and_evaluated(val_se
     assert_same_weights(weights(tmp_path), weights(plain), atol=0)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """Where a small run is that has mistaken many samples of the test set, and has left its first micro-batch."""
-    folder = tmp_path_factory.mktemp("trained")
-    program = with_recipe("pictures", folder / "program")
-    insert_before(program, "functions", "SEEN = []")
+def test_pictures_show_the_first_batch_and_the_most_confident_mistakes(program: Path, cwd: Path):
+    """A micro-batch, the first of four, as the model got it, with its classes. Black and white are the least and the
+    greatest value. Of the many mistakes of a small run, 25, each with its sample."""
+    insert_before(with_recipe("pictures", program), "functions", "SEEN = []")
     insert_after(program, "batch", "if model.training:\n    SEEN.append(batch)\n    torch.save(SEEN[0], 'batch.pt')")
-    command = f"{program}/train.py {SMALL} --micro_batch_size 16"
-    return run_in(folder / "cwd", command, f"{program}/test.py --predictions --accelerator cpu")
+    call(f"{program}/train.py {SMALL} --micro_batch_size 16", cwd)
+    call(f"{program}/test.py --predictions --accelerator cpu", cwd)
+    grid = imported(program, "pictures").grid
 
-
-def test_pictures_first_batch_is_what_the_model_got(trained: Path, pictures: Path):
-    """A micro-batch, the first of four, with its classes. Black and white are the least and the greatest value."""
-    images, targets = torch.load(trained / "batch.pt")
-    (image,) = read_tensorboard(run_dir(trained)).Images("vitals/first_batch")
+    images, targets = torch.load(cwd / "batch.pt")
+    (image,) = read_tensorboard(run_dir(cwd)).Images("vitals/first_batch")
     page = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
     captions = [str(target) for target in targets.tolist()]
     assert image.step == 1 and len(images) == 16
-    title = "first training batch, each with its class"
-    assert np.array_equal(page, imported(pictures, "pictures").grid(title, images, captions, 8))
+    assert np.array_equal(page, grid("first training batch, each with its class", images, captions, 8))
     low, high = images.aminmax()
     expected = ((images[1, 0] - low) / (high - low) * 255).round().byte()
     assert np.array_equal(page[60 + 6 : 60 + 104 : 13, 128 + 6 : 128 + 104 : 13, 0], expected)
 
-
-def test_pictures_show_the_most_confident_mistakes(trained: Path, pictures: Path):
-    logits, targets = predictions_of(trained)
+    logits, targets = predictions_of(cwd)
     confidence, predicted = logits.softmax(dim=1).max(dim=1)
-    wrong = [int(sample) for sample in confidence.argsort(descending=True) if predicted[sample] != targets[sample]][:25]
-    path = run_dir(trained) / "wrong_test_best.png"
+    wrong = [int(i) for i in confidence.argsort(descending=True) if predicted[i] != targets[i]][:25]
     images = build_datasets(TrainConfig(), augment=False)["test"].images[wrong]
     captions = [f"true {targets[i]}, pred. {predicted[i]}\n{float(confidence[i]):.1%}, no. {i}" for i in wrong]
-    expected = imported(pictures, "pictures").grid(f"{path.parent.name}, wrong_test_best", images, captions, 5)
-    assert np.array_equal(Image.open(path), expected)
+    expected = grid(f"{run_dir(cwd).name}, wrong_test_best", images, captions, 5)
+    assert np.array_equal(Image.open(run_dir(cwd) / "wrong_test_best.png"), expected)
