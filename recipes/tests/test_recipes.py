@@ -248,9 +248,7 @@ WITH_FEATURES = dict.fromkeys(METHODS, "") | {
 def test_a_method_trains_with_all_features_that_go_with_it(recipe: str, order: int, command: str, tmp_path: Path):
     """At once, in bf16-mixed with accumulation on two processes. Of two that do not go together the first is taken, in
     both orders."""
-    together, apart = [recipe], APART | FAILING | {frozenset(("two_models", "sharded"))}
-    if recipe in METHODS_OF_DATA:  # it has no digits, of which the second validation set is made
-        apart |= {frozenset((recipe, "val_sets"))}
+    together, apart = [recipe], APART | FAILING
     for feature in FEATURES[::order]:
         if feature not in together and not apart & {frozenset((feature, each)) for each in together}:
             apply(patch_of(feature).read_text(), tmp_path / "program")
