@@ -69,14 +69,6 @@ def test_ddp_orders_its_buckets_once(is_searching: bool, order: str | None, grou
 # ---- torch
 
 
-@pytest.mark.parametrize("name", ["deterministic", "benchmark"])
-def test_the_flags_of_cudnn_are_those_that_torch_reads(name: str, monkeypatch):
-    """launch.prepare_device sets them. An attribute that torch no longer had would be set all the same."""
-    for value in (True, False):
-        monkeypatch.setattr(torch.backends.cudnn, name, value)
-        assert getattr(torch._C, f"_get_cudnn_{name}")() == value
-
-
 def test_torch_says_this_when_memory_is_short():
     """launch.explain knows it by these words, or by the type."""
     with pytest.raises(RuntimeError) as error:

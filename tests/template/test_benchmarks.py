@@ -15,7 +15,6 @@ from outputs import checkpoint, rows
 
 pytestmark = pytest.mark.recipes
 BENCHMARKS = REPO / "benchmarks"
-PACKAGES = ("lightning", "accelerate")
 
 
 # ---- run.py, loader.py
@@ -44,10 +43,8 @@ def test_a_step_is_timed_beside_its_peers(tmp_path: Path):
     """In miniature. Each has trained."""
     printed = run(f"{BENCHMARKS}/gpu.py --cpu --rounds 1 --steps 80", tmp_path).stdout
     losses = dict(re.findall(r"^median +(\S.*?): .*loss (\d+\.\d+)", printed, re.MULTILINE))
-    assert [*losses] == ["template", "raw", *filter(find_spec, PACKAGES)]
+    assert [*losses] == ["template", "raw", *filter(find_spec, ("lightning", "accelerate"))]
     assert all(float(loss) < 1 for loss in losses.values())
-    for name in PACKAGES:
-        assert (f"{name} is not installed" in printed) == (not find_spec(name))
     assert not [*tmp_path.iterdir()]
 
 

@@ -10,8 +10,11 @@ import struct
 import sys
 import termios
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+import torch
 import zygote
 from commands import ON_2, PREEMPTED, REPO, SMALL, call, clean_environment, run, start
 from edits import insert_after, replace
@@ -101,6 +104,17 @@ def test_no_warning_and_one_header_in_two_processes(tmp_path):
     printed = re.sub(r"^\[Gloo\] .*\n", "", done.stdout, flags=re.MULTILINE)  # of torch 2.10 and older
     assert done.stderr == "" and printed.count("run directory") == 1
     assert printed.startswith("2 x cpu, 1 CPU thread(s), precision 32-true\n")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch uses the GPU of this machine")
+def test_a_gpu_that_is_not_used_is_said_before_the_devices(tmp_path, monkeypatch):
+    """Not where the CPU was asked for, or no GPU is there."""
+    exists, gpus = Path.exists, {Path("/dev/nvidia0"): True}
+    monkeypatch.setattr(Path, "exists", lambda path, **more: gpus[path] if path in gpus else exists(path, **more))
+    for options, is_there, said in (("", True, 1), ("--accelerator cpu", True, 0), ("", False, 0)):
+        gpus[Path("/dev/nvidia0")] = is_there
+        before, header, _ = call(f"train.py --fast_run {options}", tmp_path).stdout.partition("1 x cpu, 1 CPU thread")
+        assert header and before.count("\n") == before.count("NVIDIA GPU is not used by torch") == said
 
 
 # ---- progress

@@ -1,7 +1,6 @@
 """What only a GPU can show."""
 
 import json
-import re
 import signal
 from pathlib import Path
 
@@ -98,8 +97,7 @@ def test_killed_and_resumed_is_the_same_run(recipe, options, tmp_path):
     whole, killed = folders(tmp_path, "whole", "killed")
     run(f"{program}/{LONG} {options}", whole)
     assert interrupt(f"{program}/{LONG} {options}", killed, kill_group, after=0).returncode == -signal.SIGKILL
-    resumed = run(f"{program}/train.py --resume auto", killed)
-    assert re.search(r"resumed from .*\.ckpt", resumed.stdout)
+    run(f"{program}/train.py --resume auto", killed)
     assert_same_run(killed, whole)
 
 

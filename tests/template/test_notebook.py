@@ -10,7 +10,7 @@ import pytest
 from commands import REPO, clean_environment, run
 from copies import blocks
 from edits import copy_programs, replace
-from outputs import newest, run_dir
+from outputs import run_dir
 from processes import wait_for
 
 # Trains in this process. `left_behind` tells what is not as it was before.
@@ -63,39 +63,19 @@ def raises(kind, **options):
     sys.exit(f"{kind} is not raised")
 
 before = state()
-"""
 
-
-def run_notebook(cells: str, cwd: Path) -> None:
-    (cwd / "notebook.py").write_text(NOTEBOOK.replace("PROGRAM", repr(str(REPO))) + cells)
-    run(f"{cwd}/notebook.py", cwd)
-
-
-def test_after_a_run_nothing_is_left_behind(tmp_path: Path):
-    """Of two processes; with a data worker; and in a thread, where Python allows no signal handlers."""
-    cells = """
 trains(devices="2", strategy="ddp_fork", out_dir="forked")
-trains(num_workers=1)
+trains(num_workers=1, out_dir="with_a_worker")
 config = TrainConfig(epochs=1, num_workers=1, out_dir="in_a_thread", **SMALL)
 thread = threading.Thread(target=main, args=[config])
 thread.start()
 thread.join()
 assert not left_behind(), left_behind()
-"""
-    run_notebook(cells, tmp_path)
-    for name in ("forked", "train_out", "in_a_thread"):
-        assert (run_dir(tmp_path, name) / "model.pt").exists()
 
-
-def test_after_a_mistake_an_error_and_signals_the_next_call_trains(tmp_path: Path):
-    """Also with the run that has failed, while its traceback is still held: the variables of its frames live on. No
-    file of the run is open then, its lock neither. A signal is the stop button of a notebook; the second one comes in a
-    step that hangs."""
-    cells = """
 import train
 
 first = raises(ConfigError, monitor="val/f1", monitor_mode="max")
-assert "val/accuracy" in str(first) and not glob.glob("2*") and not left_behind(), left_behind()
+assert "val/accuracy" in str(first) and not glob.glob("2*-train_out") and not left_behind(), left_behind()
 
 compute_loss, calls = train.compute_loss, 0
 def fails_in_the_second_epoch(model, batch, config):
@@ -118,7 +98,7 @@ def press(times, model, batch, config):
         time.sleep(0.1)
     return compute_loss(model, batch, config)
 
-(path,) = glob.glob("2*")
+(path,) = glob.glob("2*-train_out")
 train.compute_loss = lambda *args: press(1, *args)
 trains(75, resume=path)
 assert os.path.exists(path + "/checkpoints/step-00000005.ckpt")
@@ -128,8 +108,17 @@ train.compute_loss = lambda *args: press(1000, *args)
 raises(KeyboardInterrupt, out_dir="interrupted")
 assert not left_behind(), left_behind()
 """
-    run_notebook(cells, tmp_path)
-    assert newest(tmp_path) == 8
+
+
+def test_after_a_run_a_mistake_an_error_or_a_signal_nothing_is_left_behind_and_the_next_call_trains(tmp_path: Path):
+    """A run of two processes, one with a data worker, and one in a thread, where Python allows no signal handlers. Also
+    the run that has failed goes on, while its traceback is still held: the variables of its frames live on. No file of
+    the run is open then, its lock neither. A signal is the stop button of a notebook; the second one comes in a step
+    that hangs."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.replace("PROGRAM", repr(str(REPO))))
+    run(f"{tmp_path}/notebook.py", tmp_path)
+    for name in ("forked", "with_a_worker", "in_a_thread", "train_out"):
+        assert (run_dir(tmp_path, name) / "model.pt").exists()
 
 
 # ---- docs/notebooks.md
@@ -171,8 +160,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(program: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
+    pytest.importorskip("ipykernel")
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(program / "runtime_of_jupyter"))
     kernel = Kernel(copy_programs(program))
     yield kernel

@@ -1,15 +1,22 @@
-"""docs/upgrades.md: a copy of the template, edited, gets a later version of it by the commands of the page."""
+"""docs/upgrades.md: a copy of the template, edited, gets a later version of it by the commands of the page. And the
+versions of the packages: pyproject.toml has their ranges, requirements.txt those that CI tests."""
 
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from commands import REPO, call
 from copies import blocks
 from edits import copy_programs, replace
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 *_, MERGE, RESTORE, DELETE, COPY, RECORD = blocks("docs/upgrades.md", "bash")
 OWN = re.search(r"`(git diff .+?)`", (REPO / "docs" / "upgrades.md").read_text())[1]
@@ -116,3 +123,36 @@ def test_what_was_deleted_stays_away_a_readme_is_kept_and_runtime_is_the_later_o
     assert shell("git ls-files tests '*.md'", project).split() == ["README.md", "tests/project/test_project.py"]
     assert (project / "README.md").read_text() == "mine\n" and not (project / "runtime" / "old.py").exists()
     assert_both_edits_train(project)
+
+
+# ---- versions of the packages
+
+
+def test_the_ranges_and_the_versions_that_are_tested_agree():
+    """A range has both ends. Two versions of lightning were published with stolen credentials."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    needed, others = (
+        dict(re.findall(r"^([\w-]+)==(\S+)$", (REPO / file).read_text(), re.MULTILINE))
+        for file in ("requirements.txt", "requirements-dev.txt")
+    )
+    tested = needed | others
+    ranges = {range_.name: range_.specifier for range_ in map(Requirement, [*project["dependencies"], *extras])}
+    assert ranges.keys() == tested.keys()
+    assert needed.keys() == {Requirement(line).name for line in project["dependencies"]} | {"wandb"}
+    for name, range_ in ranges.items():
+        operators = [specifier.operator for specifier in range_]
+        assert operators.count(">=") == operators.count("<") == 1 and range_.contains(tested[name]), name
+    assert not any(ranges["lightning"].contains(stolen) for stolen in ("2.6.2", "2.6.3"))
+
+
+def test_an_installation_has_no_modules(tmp_path: Path):
+    """`pip install .` brings the dependencies alone: an installed train.py would hide the one that is edited."""
+    if Version(version("setuptools")) < Version("77"):
+        pytest.skip("needs setuptools 77 or later")
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "[0-9]*-[0-9]*-*")
+    copied = shutil.copytree(REPO, tmp_path / "copied", ignore=skipped)
+    build = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=copied, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"fabric_template-0.1.dist-info"}
