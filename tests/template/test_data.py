@@ -9,7 +9,7 @@ import pytest
 import torch
 from copies import blocks, generator
 from lightning.fabric import Fabric
-from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
+from torch.utils.data import Dataset, default_collate, random_split
 
 from config import TrainConfig
 from data import ImageDataset
@@ -267,14 +267,11 @@ def test_another_loader_and_loading_itself_change_no_random_number():
 
 
 def test_batches_are_what_the_dataset_gives():
-    """Dicts and tuples of any length, collated as PyTorch does, or by the dataset's own collate_fn; those of a method
-    __getitems__, as PyTorch's own fetcher takes them."""
+    """Dicts, say, collated as PyTorch does, or by the dataset's own collate_fn; and those of a method __getitems__."""
     key = (0, np.array([3, 1, 2]))
     dicts = [{"label": index, "weight": 1.0} for index in range(5)]
     assert [*SeededBatches(dicts, 42)[key]] == ["label", "weight"]
     assert SeededBatches(dicts, 42)[key]["label"].tolist() == [3, 1, 2]
-    tensors = TensorDataset(torch.arange(5), torch.arange(5) + 10, torch.arange(5) + 20)
-    assert [column.tolist() for column in SeededBatches(tensors, 42)[key]] == [[3, 1, 2], [13, 11, 12], [23, 21, 22]]
 
     class Padded(Pairs):
         def __getitems__(self, indices):

@@ -51,12 +51,6 @@ def make_run(name: str = RUN, **config) -> Path:
     return folder / "config.yaml"
 
 
-def rewrite(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 def variables(words: str) -> dict[str, str]:
     return dict(word.partition("=")[::2] for word in words.split())
 
@@ -186,7 +180,6 @@ WRONG = {
     "--accelerator cpu --devices 0": "--accelerator cpu --devices 0:",  # those that were given
     "--accelerator cpu --data_dir .": "--data_dir .",
     "--accelerator cpu --root_dir shared.yaml": "--root_dir shared.yaml",
-    "--accelerator cpu --root_dir /proc": "--root_dir /proc",
     # the run that is meant, and what a resume cannot change: the state would be that of something else
     "--resume folder": "--resume folder config.yaml",
     f"--resume {RUN} --out_dir other": "--out_dir other train_out",
@@ -338,11 +331,11 @@ def test_a_run_stays_readable_when_the_options_in_the_code_change(capsys, cwd: P
     path.write_text(path.read_text().rstrip())
     assert read_config(TrainConfig, path.parent) == TrainConfig(out_dir="job", width=7)
     assert capsys.readouterr().out == ""
-    rewrite(path, "lr_schedule: cosine\n", "depth: 3\nkinds: [a, b]\n")
+    path.write_text(path.read_text().replace("lr_schedule: cosine\n", "depth: 3\nkinds: [a, b]\n"))
     assert read_config(TrainConfig, path.parent) == TrainConfig(out_dir="job", width=7)
     told = [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()]
     assert told == ["--lr_schedule cosine", "--depth 3", "--kinds ['a', 'b']"]
-    rewrite(path, "width: 7\n", "channels: 7\n")
+    path.write_text(path.read_text().replace("width: 7\n", "channels: 7\n"))
     assert train("--resume job --width 7").width == 7
-    rewrite(path, "channels: 7\n", "width: 7\n")
+    path.write_text(path.read_text().replace("channels: 7\n", "width: 7\n"))
     refuses("train.py --resume job --width 8", cwd, "--width 8", "7")

@@ -168,7 +168,6 @@ MISTAKES = {
     "--rate inf": "--rate inf above 0",
     "--strength 1": "--strength 1.0 below 1",
     "--counts 1 0 2": "--counts [1, 0, above 0",
-    "--limit -1 --rate -1": "--limit -1.0 least --rate above",
     "--colour GREEN": "--colour GREEN RED BLUE",
 }
 
@@ -199,7 +198,7 @@ def test_an_option_that_cannot_be_parsed_or_would_not_come_back_is_refused_befor
     refuses(f"{program}/train.py {SMALL} {word}", tmp_path, *names.split())
 
 
-def test_an_option_that_is_in_no_group_is_told_at_the_start(program, tmp_path: Path):
+def test_an_option_that_is_in_no_group_is_told_at_the_start(tmp_path: Path):
     """The command line would not know it."""
     point = ("config.py", "TrainConfig", "def __post_init__(")
     program = insert_before(tmp_path / "program", point, "noise: float = 0.1  # Of the images")

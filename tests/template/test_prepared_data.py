@@ -42,9 +42,10 @@ def counts(folder: Path) -> tuple[int, ...]:
     return tuple(len(log(folder, word)) for word in ("called", "began", "ended"))
 
 
-def end(process, code: int = 0) -> None:
+def end(process, code: int = 0) -> str:
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
+    return out
 
 
 def test_one_of_three_processes_downloads_and_the_others_wait_for_it(program, tmp_path):
@@ -60,8 +61,9 @@ def test_one_of_three_processes_downloads_and_the_others_wait_for_it(program, tm
     assert (run_dir(tmp_path) / "model.pt").exists()
 
 
-def test_what_was_cut_off_by_a_kill_is_begun_again_and_another_checkout_does_not_wait(program, tmp_path):
-    """By one of the processes that have waited: these are no ranks of one run, which would be killed together."""
+def test_a_run_that_waits_for_the_datasets_says_so_and_what_was_cut_off_by_a_kill_is_begun_again(program, tmp_path):
+    """By one of the processes that have waited: these are no ranks of one run, which would be killed together. Another
+    checkout does not wait."""
     insert_before(program, "digits", DOWNLOAD)
     folder, other = folders(tmp_path, "download", "other")
     processes = [start(f"{program}/{TRAIN} --out_dir run{i} --data_dir {folder}", tmp_path) for i in range(3)]
@@ -69,6 +71,9 @@ def test_what_was_cut_off_by_a_kill_is_begun_again_and_another_checkout_does_not
     copy = insert_before(tmp_path / "copy", "digits", DOWNLOAD)
     of_copy = start(f"{copy}/{TRAIN} --out_dir copy --data_dir {other}", tmp_path)
     wait_for(lambda: log(other, "began"))
+    for process in processes:
+        if process.pid != first:
+            assert process.stdout.readline().startswith("waiting for build_datasets of another run on this machine")
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: len(log(folder, "began")) == 2)
     assert counts(folder) == (2, 2, 0)  # the third one waits again
@@ -77,7 +82,7 @@ def test_what_was_cut_off_by_a_kill_is_begun_again_and_another_checkout_does_not
         end(process, -signal.SIGKILL if process.pid == first else 0)
     assert counts(folder) == (3, 2, 1) and counts(other) == (1, 1, 0)
     (other / "go").touch()
-    end(of_copy)
+    assert "waiting" not in end(of_copy)
 
 
 @pytest.mark.parametrize("rank, code", [(0, 2), (1, 1)])

@@ -32,18 +32,14 @@ def replay_failed(program: Path, options: str, cwd: Path) -> str:
     return printed
 
 
-def kept(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
-
-
 def assert_same_step(cwd: Path, step: int, path: Path) -> None:
     """The file of --keep has the values that the run has logged, where each step is logged."""
     (row,) = [row for row in rows(cwd) if row["step"] == step]
-    losses = [about["values"]["loss"] for about in kept(path)["micro_batches"]]
-    assert kept(path)["step"] == step
+    kept = torch.load(path)
+    losses = [about["values"]["loss"] for about in kept["micro_batches"]]
+    assert kept["step"] == step
     assert sum(losses) / len(losses) == pytest.approx(row["train/loss"], rel=1e-7)
-    norm = math.hypot(*kept(path)["gradient_norms"].values())
-    assert norm == pytest.approx(row["train/grad_norm"], rel=1e-5)
+    assert math.hypot(*kept["gradient_norms"].values()) == pytest.approx(row["train/grad_norm"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +63,7 @@ def test_a_step_has_the_values_of_the_run_which_is_only_read(step: int, begins: 
     assert f"\nstep {step}: gradient norm " in printed and printed.count("first not finite: none") == 4
     assert_same_step(logged, step, cwd / "batch.pt")
     assert without_locks(logged) == before and [path.name for path in cwd.iterdir()] == ["batch.pt"]
-    micro_batches = kept(cwd / "batch.pt")["micro_batches"]
+    micro_batches = torch.load(cwd / "batch.pt")["micro_batches"]
     assert len({sample for about in micro_batches for sample in about["samples"][0]}) == 64
     for about in micro_batches:
         images, targets = about["batch"]
@@ -86,7 +82,7 @@ def test_single_samples_have_the_loss_of_a_validation(program, cwd):
     shutil.copytree(TOOLS, program / "tools")
     call(f"{program}/{TRAIN} --epochs 1 --dropout 0 --micro_batch_size 16", cwd)
     run(f"{program}/tools/replay.py --step 8 --keep batch.pt", cwd)
-    for about in kept(cwd / "batch.pt")["micro_batches"]:
+    for about in torch.load(cwd / "batch.pt")["micro_batches"]:
         losses = [*about["losses"].values()]
         assert sum(losses) / len(losses) == pytest.approx(about["values"]["loss"], rel=1e-4)
 

@@ -33,11 +33,6 @@ def trials(cwd: Path, name: str = "grid") -> list:
     return optuna.load_study(study_name=name, storage=optuna.storages.JournalStorage(backend)).get_trials()
 
 
-def values(cwd: Path) -> dict[str, float]:
-    """The value of each point. One that was begun again has trials without a value, too."""
-    return {str(trial.params): trial.value for trial in trials(cwd) if trial.value is not None}
-
-
 def summaries(cwd: Path) -> dict[str, dict]:
     """Those of all runs, by the name without the time; no name comes twice."""
     found = {path.parent.name[16:]: json.loads(path.read_text()) for path in cwd.glob("*/summary.json")}
@@ -53,11 +48,6 @@ def bests(cwd: Path) -> dict[str, float]:
     """The best value of each run. All are finished."""
     assert {*states(cwd).values()} == {"finished"}
     return {name: summary["best"] for name, summary in summaries(cwd).items()}
-
-
-def wait_for_runs(cwd: Path, number: int) -> None:
-    """Until that many have saved."""
-    wait_for(lambda: len({path.parent for path in cwd.glob("*/checkpoints/step-*.ckpt")}) >= number)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +93,7 @@ def test_a_sweep_that_is_done_trains_nothing_and_says_again_what_came_out(alone)
 def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_alone(alone, cwd):
     (cwd / "grid.yaml").write_text(GRID)
     process = start(f"{SWEEP} grid.yaml {OPTIONS}", cwd)
-    wait_for_runs(cwd, 1)
+    wait_for(lambda: [*cwd.glob("*/checkpoints/step-*.ckpt")])
     process.send_signal(signal.SIGINT)
     out = process.communicate()[0]
     assert "the runs save" in out and process.returncode == PREEMPTED
@@ -113,7 +103,10 @@ def test_a_sweep_that_was_stopped_and_is_started_twice_at_once_ends_as_one_left_
         out, err = process.communicate()
         assert process.returncode == 0, out + err
     assert bests(cwd) == bests(alone)
-    assert values(cwd) == values(alone)
+    # A point that was begun again has trials without a value, too.
+    ended = [[each for each in trials(path) if each.value is not None] for path in (cwd, alone)]
+    ours, theirs = ({str(each.params): each.value for each in found} for found in ended)
+    assert ours == theirs
 
 
 def test_points_are_drawn_from_ranges_and_the_same_command_goes_on_with_them_after_a_kill(cwd):
@@ -124,7 +117,7 @@ def test_points_are_drawn_from_ranges_and_the_same_command_goes_on_with_them_aft
     command = f"{SWEEP} grid.yaml --trials 2 --jobs 2 {OPTIONS} --epochs 40"
     process = start(command, cwd)
     assert process.stdout.readline().startswith("points to train: 2 of 2, runs: 4; ")
-    wait_for_runs(cwd, 2)
+    wait_for(lambda: len({path.parent for path in cwd.glob("*/checkpoints/step-*.ckpt")}) == 2)
     process.kill()
     process.communicate()
     wait_for(lambda: "running" not in states(cwd).values())
@@ -137,22 +130,19 @@ def test_points_are_drawn_from_ranges_and_the_same_command_goes_on_with_them_aft
         assert 1e-3 <= point["base_lr"] <= 1e-2 and point["width"] in (4, 6, 8)
 
 
-@pytest.mark.parametrize(
-    "visible, code, devices",
-    [(None, 0, ["0", "1", "0"]),  # those that nvidia-smi lists
-     (None, 9, [None, None, None]),
-     ("MIG-0,3", 0, ["MIG-0", "3", "MIG-0"]),
-     ("", 0, [None, None, None])],  # as where idle_gpus.sh has found none
-)  # fmt: skip
-def test_the_devices_of_the_jobs(visible, code, devices, tmp_path: Path, monkeypatch):
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\nprintf '%s\\n' 0 1\nexit {code}\n")  # a stand-in
-    (tmp_path / "nvidia-smi").chmod(0o755)
+def test_the_devices_of_the_jobs(tmp_path: Path, monkeypatch):
+    """Those that nvidia-smi lists, or of CUDA_VISIBLE_DEVICES, which is empty where idle_gpus.sh has found none."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.syspath_prepend(REPO / "tools")
-    assert runpy.run_path(str(REPO / SWEEP))["devices"](3) == devices
+    devices = runpy.run_path(str(REPO / SWEEP))["devices"]
+    for code, expected in ((0, ["0", "1", "0"]), (9, [None, None, None])):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\nprintf '%s\\n' 0 1\nexit {code}\n")  # a stand-in
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        assert devices(3) == expected
+    for visible, expected in (("MIG-0,3", ["MIG-0", "3", "MIG-0"]), ("", [None, None, None])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert devices(3) == expected
 
 
 @pytest.mark.night

@@ -77,22 +77,6 @@ def test_a_launcher_from_outside_gives_one_run_with_the_same_weights(tmp_path):
         torch.testing.assert_close(weights(cwd), weights(own), atol=0, rtol=0)
 
 
-DP = """
-from lightning.fabric.strategies import DataParallelStrategy
-
-fabric = Fabric(accelerator="cpu", devices=1, strategy=DataParallelStrategy(parallel_devices=[torch.device("cpu")]))
-"""
-
-
-@pytest.mark.night
-def test_dp_trains_like_one_process_without_a_warning(program, tmp_path):
-    dp, one = folders(tmp_path, "dp", "one")
-    call(f"train.py {MICRO_32}", one)
-    done = run(f"{insert_after(program, 'Fabric', DP)}/train.py {MICRO_32}", dp, CUDA_VISIBLE_DEVICES="")
-    assert_same_training(dp, one)
-    assert done.stderr == ""
-
-
 # ---- random numbers of an edit
 
 # What a step draws for all ranks, such as a layer and a weight for manifold mixup. Each rank writes it down.
@@ -318,9 +302,7 @@ assert torch.tensor([1e-30]) * 1e-10 == 0  # denormal numbers, which Adam keeps 
 
 
 @pytest.mark.parametrize("compile", ["", "--compile", "--compile reduce-overhead"])
-def test_parts_of_the_model_that_are_in_evaluation_mode_are_named_in_the_header_and_stay_in_it(
-    compile: str, monkeypatch, tmp_path
-):
+def test_parts_of_the_model_in_evaluation_mode_are_named_in_the_header_and_stay_in_it(compile, monkeypatch, tmp_path):
     """As what is frozen: its batch norm keeps its figures. A validation leaves each module in its mode. The names are
     those of the plain model. The compiler leaves the model as it is here; the mode asks it for CUDA graphs."""
     asked = []
