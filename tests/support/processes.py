@@ -45,14 +45,6 @@ def terminate(process: subprocess.Popen) -> None:
     process.terminate()
 
 
-def terminate_group(process: subprocess.Popen) -> None:
-    os.killpg(process.pid, signal.SIGTERM)
-
-
-def terminate_rank_1(process: subprocess.Popen) -> None:
-    os.kill(children(process.pid)[0], signal.SIGTERM)
-
-
 def interrupt(command: str, cwd: Path, stop, after: int = 16) -> subprocess.CompletedProcess:
     """Starts the command and calls stop(process) once a checkpoint of the middle of an epoch is there."""
     process = start(command, cwd)
@@ -93,11 +85,12 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start_two(commands: list[str], cwd: Path, **env: str) -> list[subprocess.Popen]:
-    """Two nodes with a process each, which nothing but the command has launched: they must notice each other's end."""
+def start_two(commands: list[str], *cwds: Path, **env: str) -> list[subprocess.Popen]:
+    """Two nodes with a process each, in one folder or in two, which nothing but the command has launched: they must
+    notice each other's end."""
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
-        start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env)
+        start(f"{command} --num_nodes 2 --devices 1", cwds[-rank], NODE_RANK=str(rank), **env)
         for rank, command in enumerate(commands)
     ]
 

@@ -1,28 +1,23 @@
-"""Processes that die, fail, freeze, take long or are not alike: what the others do, and what is said."""
+"""Processes that die, fail, freeze, take long or are not alike, ranks and data workers: what the others do, and what is
+said."""
 
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from commands import ON_2, PREEMPTED, REPO, SLOW, SMALL, TORCHRUN, folders, run, start
+from commands import ON_2, PREEMPTED, REPO, SLOW, SMALL, TORCHRUN, call, folders, run, start
+from comparisons import assert_same_run
 from edits import copy_programs, insert_after, insert_before, replace
-from mistakes import assert_one_line
-from outputs import assert_whole_checkpoints, history, last_summary, newest, run_dir
-from processes import (
-    children,
-    descendants,
-    end_of,
-    free_port,
-    how_to_go_on,
-    is_lost,
-    is_running,
-    start_two,
-    started,
-    wait_for,
-)
+from mistakes import assert_one_line, refuses
+from outputs import assert_whole_checkpoints, history, last_summary, newest, results, run_dir
+from processes import children, descendants, end_of, how_to_go_on, is_lost, is_running, start_two, started, wait_for
+
+from runtime.loader import start_worker
 
 night = pytest.mark.night
 HOST = os.uname().nodename
@@ -245,18 +240,15 @@ def test_values_that_a_rank_returns_in_another_order_are_averaged_by_name(progra
 def test_a_value_that_one_rank_alone_returns_is_named_with_those_of_both(program, cwd):
     more = '{"more": logits.sum()} if torch.distributed.get_rank() == 1 else {}'
     replace(program, "values", f'{{"loss": F.cross_entropy(logits, targets)}} | ({more})')
-    done = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=1)
     names = f"names of the values: accuracy, loss, more on rank 1 ({HOST}), accuracy, loss on rank 0"
-    assert_one_line(done, "compute_loss and metrics", names, lines=2)
-    assert not [*cwd.iterdir()]
+    refuses(f"{program}/train.py {SMALL} {ON_2}", cwd, "compute_loss and metrics", names, how=run, code=1)
 
 
 def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_is_left(program, cwd):
     insert_before(program, "layers", "self.unused = nn.Linear(4, 2)")
-    done = run(f"{program}/train.py {SMALL} {ON_2}", cwd, code=1)
     names = "model.unused.weight (2, 4), model.unused.bias (2,): no gradient in the first step"
-    assert_one_line(done, names, "--strategy ddp_find_unused_parameters_true", "requires_grad_(False)", lines=2)
-    assert not [*cwd.iterdir()]
+    words = (names, "--strategy ddp_find_unused_parameters_true", "requires_grad_(False)")
+    refuses(f"{program}/train.py {SMALL} {ON_2}", cwd, *words, how=run, code=1)
     done = run(f"{program}/train.py {SMALL} --devices 2 --strategy ddp_find_unused_parameters_true", cwd)
     assert "finished after 20 of 20 steps" in done.stdout
     assert "did not find any unused parameters" not in done.stderr  # DDP's advice to take the option away again
@@ -266,9 +258,7 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
 def test_a_run_directory_that_another_machine_sees_late_or_never(is_seen: bool, tmp_path):
     """Late over NFS; never where it has a --root_dir of its own, which is told by each rank."""
     here, there = folders(tmp_path, "here", "there")
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = f"train.py {SMALL} --epochs 1 --strategy ddp --num_nodes 2 --devices 1"
-    processes = [start(command, folder, NODE_RANK=str(rank), **env) for rank, folder in enumerate((here, there))]
+    processes = start_two([f"train.py {SMALL} --epochs 1"] * 2, here, there)
     if is_seen:
         wait_for(lambda: [*here.iterdir()])
         time.sleep(2)
@@ -278,3 +268,119 @@ def test_a_run_directory_that_another_machine_sees_late_or_never(is_seen: bool, 
         assert process.returncode == (0 if is_seen else 2), error
         assert is_seen or "is there: False on rank 1 " in error
     assert len([*here.iterdir()]) == is_seen
+
+
+# ---- data workers
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [(signal.SIGKILL, r"DataLoader worker \(pid.* \d+\) (is killed by signal: Killed.*|exited.*)"),
+     (signal.SIGSTOP, r"DataLoader timed out after 15\.0 seconds")],
+)  # fmt: skip
+def test_a_data_worker_that_dies_or_freezes_ends_the_run_in_the_words_of_torch(number: int, words: str, tmp_path):
+    process, pids = started(tmp_path, "--num_workers 1 --timeout 15")
+    for worker in pids[1:]:
+        os.kill(worker, number)
+    error, note = end_of(process, pids)[-2:]
+    assert process.returncode == 1 and re.fullmatch(f"RuntimeError: {words}", error)
+    assert note == how_to_go_on(tmp_path) and last_summary(tmp_path)["state"] == "failed"
+    assert_whole_checkpoints(tmp_path)
+
+
+def test_a_data_worker_that_dies_while_the_run_ends_does_not_hide_how_to_go_on(program, cwd):
+    dies = "for child in torch.multiprocessing.active_children():\n    child.kill()\ntime.sleep(1)"
+    process, pids = started(cwd, "--num_workers 1", repo=insert_before(program, "run ends", dies))
+    os.kill(pids[1], signal.SIGKILL)
+    *_, error, last = end_of(process, pids)
+    assert "DataLoader worker" in error and last == how_to_go_on(cwd)
+    assert last_summary(cwd)["state"] == "failed"
+
+
+def test_a_frozen_data_worker_does_not_delay_the_end_of_a_run(tmp_path):
+    """The one of the validation, for which the loop does not wait."""
+    process, pids = started(tmp_path, "--num_workers 1 --val_interval 1000000")
+    _, of_validation, _ = pids
+    os.kill(of_validation, signal.SIGSTOP)
+    process.terminate()
+    *_, line = end_of(process, pids)
+    assert process.returncode == PREEMPTED and line.startswith("stopping at the end of a step")
+    assert_whole_checkpoints(tmp_path)
+
+
+NOTEBOOK = f"""
+import sys; sys.path.insert(0, {str(REPO)!r})
+import multiprocessing
+import time
+import train
+
+def compute_loss(*_):
+    raise ValueError("deliberate")
+
+train.compute_loss = compute_loss
+own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+own.start()
+try:
+    train.main(train.TrainConfig(accelerator="cpu", epochs=1, num_workers=2))
+except ValueError:
+    pass
+own.join(1)  # a signal takes a moment
+print("left", multiprocessing.active_children() == [own])
+own.kill()
+"""
+
+
+def test_a_run_ends_its_data_workers_and_no_process_of_a_notebook(tmp_path):
+    """Also a run that fails before its first step."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    assert run(f"{tmp_path}/notebook.py", tmp_path).stdout.splitlines()[-1] == "left True"
+
+
+# Samples have their numbers from a file, which build_model opens before there are data workers, by a first sample.
+OF_FILE = """
+import time
+
+self.file = getattr(self, "file", None) or open("numbers", "rb", buffering=0)
+numbers = []
+for number in indices:
+    self.file.seek(8 * number)
+    time.sleep(0.0005)
+    numbers.append(int.from_bytes(self.file.read(8), "big"))
+indices = numbers
+"""
+
+
+def test_data_workers_read_from_a_file_that_the_main_process_has_opened(program, tmp_path: Path):
+    """They get the samples that a run without them has. In test.py as well."""
+    insert_before(program, "fetch", OF_FILE)
+    command = f"train.py {SMALL} --micro_batch_size 16 --epochs 2 --logger_name csv"
+    plain, cwd = folders(tmp_path, "plain", "workers")
+    (cwd / "numbers").write_bytes(b"".join(number.to_bytes(8, "big") for number in range(1797)))
+    call(command, plain)
+    call(f"{program}/{command} --num_workers 2", cwd)
+    assert_same_run(cwd, plain)
+    assert results(program, cwd, "--num_workers 2") == results(REPO, plain, "")
+
+
+def test_a_data_worker_goes_on_in_a_file_from_where_it_was(tmp_path: Path):
+    """Here in one that is deleted. One that is written, as by `train.py > log`, keeps one position for all: else a
+    process would write over the lines of another one."""
+    (tmp_path / "file").write_text("one two three")
+    with open(tmp_path / "file", buffering=0, mode="rb") as file, open(tmp_path / "log", "w+b", buffering=0) as log:
+        assert file.read(4) == b"one "
+        (tmp_path / "file").unlink()
+
+        def begin():
+            start_worker(0)
+            assert file.read(4) == b"two "
+            assert not os.get_inheritable(file.fileno())
+            log.write(b"worker\n")
+
+        for number in (1, 2):
+            worker = multiprocessing.get_context("fork").Process(target=begin)
+            worker.start()
+            worker.join()
+            assert worker.exitcode == 0
+            log.write(b"main %d\n" % number)
+        assert file.read() == b"two three"
+    assert (tmp_path / "log").read_text() == "worker\nmain 1\nworker\nmain 2\n"

@@ -1,4 +1,5 @@
-"""What goes wrong on a GPU alone, held as far as a CPU can. tests/template/test_gpu.py has what needs a GPU."""
+"""What goes wrong on a GPU alone, as far as a CPU can show it: tests/template/test_gpu.py has what needs a GPU. The
+bits of a run, which depend neither on its cores nor on chance."""
 
 import os
 import re
@@ -9,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import LONG, ON_2, REPO, SMALL, call, run, run_in
-from comparisons import ended_and_resumed, killed_and_resumed
-from edits import insert_after, insert_before
+from commands import LONG, ON_2, REPO, SMALL, call, folders, run, run_in
+from comparisons import assert_same_run, ended_and_resumed, killed_and_resumed
+from edits import copy_programs, insert_after, insert_before, with_edits
 from mistakes import refuses
-from outputs import checkpoint, rows, run_dir, save_as_of
+from outputs import checkpoint, history, rows, run_dir, save_as_of, weights
+from processes import interrupt, kill_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import TrainConfig
@@ -68,15 +70,6 @@ def test_what_a_kind_of_device_would_do_wrong_is_refused(options: dict, device: 
         launch.prepare_device(TrainConfig(**options), device)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_convolutions_are_deterministic_on_a_gpu_or_free_to_be_fast(deterministic: bool, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not deterministic)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
-    launch.prepare_device(TrainConfig(deterministic=deterministic), "cuda")
-    assert torch.backends.cudnn.deterministic == deterministic
-    assert torch.backends.cudnn.benchmark != deterministic
-
-
 # ---- 16-mixed
 
 
@@ -84,6 +77,12 @@ def test_the_gradient_scaler_is_restored(scaled, tmp_path):
     """In the middle of its growth: a scale that starts again would give other weights."""
     _, killed = killed_and_resumed(f"{scaled}/{LONG} --max_grad_norm 1 --max_steps 60", tmp_path)
     assert checkpoint(killed, "step-00000060")["precision"]["scale"] != 4
+
+
+def test_a_gradient_scaler_that_the_run_did_not_have_starts_afresh(scaled, cwd):
+    call(f"train.py {SMALL} --max_steps 2", cwd)
+    call(f"{scaled}/train.py --resume auto --max_steps 4", cwd)
+    assert checkpoint(cwd, "step-00000004")["precision"]["scale"] == 2 * 4
 
 
 def test_the_norm_that_a_step_logs_and_clips_is_that_of_unscaled_gradients(scaled, tmp_path):
@@ -169,8 +168,7 @@ def test_where_slurm_is_installed_no_hint_of_it_is_printed(tmp_path):
     """As on the login node of a cluster."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
-    srun.write_text("#!/bin/sh\n")
-    srun.chmod(0o755)
+    srun.touch(0o755)
     done = run(f"train.py {SMALL} --fast_run", tmp_path, PATH=f"{srun.parent}:{os.environ['PATH']}")
     assert "srun" not in done.stderr + done.stdout
 
@@ -181,3 +179,97 @@ def test_the_rest_of_an_epoch_is_a_step_of_its_own(tmp_path):
     options = f"{SMALL} --limit_train_batches 1.0 --drop_last False --lr_schedule constant"
     whole, _ = ended_and_resumed(f"train.py {options} {size}", tmp_path)
     assert "16 steps = 4 epochs x 4 steps, the last of 16 samples\n" in (run_dir(whole) / "train.log").read_text()
+
+
+# ---- threads
+
+# Large enough for torch to compute a sum with both threads.
+WIDE = LONG.replace("--width 4", "--width 64").replace("--epochs 10", "--epochs 3")
+
+
+def bits_of(cwd: Path) -> str:
+    return str([history(cwd), {name: tensor.tolist() for name, tensor in weights(cwd).items()}])
+
+
+def test_a_run_with_two_threads_is_killed_and_resumed_with_one_core_to_the_same_bits(tmp_path):
+    """With one thread, they are others."""
+    one, two, killed = folders(tmp_path, "one", "two", "killed")
+    assert run(WIDE, two, OMP_NUM_THREADS="2").stdout.startswith("1 x cpu, 2 CPU thread(s), ")
+    assert "\nnum_threads: 2\n" in (run_dir(two) / "config.yaml").read_text()
+    run(WIDE, one, OMP_NUM_THREADS="1")
+    assert bits_of(one) != bits_of(two)
+    assert interrupt(f"{WIDE} --num_threads 2", killed, kill_group, after=8).returncode < 0
+    printed = run("train.py --resume auto", killed, OMP_NUM_THREADS="1").stdout
+    assert "2 CPU thread(s)" in printed and "num_threads" not in printed
+    assert_same_run(killed, two)
+
+
+def test_all_ranks_and_an_evaluation_have_the_threads_of_the_run_unless_others_are_asked_for(program, cwd):
+    """Also while the datasets are built."""
+    with_edits(program, {"before digits": 'print("threads", torch.get_num_threads(), flush=True)'})
+    resume, test = "train.py --resume auto --max_steps", "test.py --accelerator cpu --checkpoint last"
+    for command, told, threads, ranks in (
+        (f"train.py {SMALL} --max_steps 4 --num_threads 2", "", 2, 1),
+        (f"{resume} 8 {ON_2}", "", 2, 2),
+        (f"{resume} 12 {ON_2} --num_threads 3", "--num_threads 3 instead of 2\n", 3, 2),
+        (test, "", 3, 1),
+        (f"{test} --num_threads 1", "", 1, 1),
+    ):
+        printed = run(f"{program}/{command}", cwd).stdout
+        assert re.findall(r"^threads (\d)$", printed, re.MULTILINE) == [str(threads)] * ranks
+        assert told in printed and ("num_threads" in printed) == bool(told)
+        assert "test.py" in command or f"{threads} CPU thread(s)" in printed
+
+
+# ---- deterministic algorithms
+
+REPEATED = """
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(50, 64))
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("index", torch.randint(50, (100_000,)))
+        self.register_buffer("factor", torch.randn(100_000, 1))
+
+    def forward(self, images):
+        sums = (self.weight[self.index] * self.factor).mean(0)
+        return self.head(sums).expand(len(images), -1) * images.mean((1, 2, 3))[:, None]
+"""
+
+
+def test_a_gradient_of_repeated_indices_is_the_same_each_time(tmp_path, program):
+    """With two threads, torch adds in another order each time, unless it is told to be deterministic."""
+    with_edits(program, {"before functions": REPEATED, "replace model": "    return Repeated()\n    return Model("})
+    command = f"{program}/train.py {SMALL} --max_steps 6 --log_interval 1 --num_threads 2 --logger_name csv"
+    one, again, other, another = folders(tmp_path, *"1234")
+    for cwd, deterministic in ((one, True), (again, True), (other, False), (another, False)):
+        run(f"{command} --deterministic {deterministic}", cwd)
+    assert bits_of(one) == bits_of(again) and bits_of(other) != bits_of(another)
+
+
+FLAGS = """
+import os
+import sys
+
+import torch
+
+from config import TrainConfig
+from runtime.launch import prepare_device
+
+prepare_device(TrainConfig(deterministic=sys.argv[1] == "True"), "cuda")
+print(torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+print(torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch._inductor.config.deterministic)
+print(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_ALGO"))
+"""
+
+
+def test_a_gpu_gets_deterministic_algorithms_of_torch_cudnn_cublas_nccl_and_inductor(program):
+    """The flags alone; tests/template/test_gpu.py has what a GPU does with them."""
+    (copy_programs(program) / "flags.py").write_text(FLAGS)
+    for deterministic, env, shown in (
+        (True, {}, "True False\nTrue False True\n:4096:8 ^NVLS\n"),
+        (True, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, "True False\nTrue False True\n:16:8 ^NVLS\n"),
+        (False, {}, "False False\nFalse True False\nNone None\n"),
+    ):
+        assert run(f"{program}/flags.py {deterministic}", program, **env).stdout == shown

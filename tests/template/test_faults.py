@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import LONG, ON_2, SLOW, SMALL, TWO_SAVES, call, folders, run, run_in, start
-from comparisons import assert_same_best, assert_same_run, assert_same_training
+from comparisons import assert_same_best, assert_same_run
 from edits import insert_after, insert_before
 from killer import kill_before, remove_what_is_no_run
 from mistakes import assert_one_line, refuses
 from outputs import assert_whole_checkpoints, copied, flip_a_bit, history, last_summary, newest, run_dir, truncate
-from processes import assert_stopped_and_saved, children, how_to_go_on, interrupt, kill_group, wait_for
+from processes import how_to_go_on, interrupt, kill_group, wait_for
 
 night = pytest.mark.night
 # Long enough for a dozen of kills: 960 steps, each second one is saved and logged.
@@ -41,7 +41,7 @@ def assert_same(cwd: Path, other: Path) -> None:
     assert_whole_checkpoints(cwd)
 
 
-# ---- kills
+# ---- kills and signals
 
 
 @night
@@ -130,23 +130,6 @@ def test_what_was_logged_is_on_the_disk_before_a_checkpoint_has_its_name(monkeyp
     for first, last in zip([0, *saves], saves, strict=False):
         names = {Path(name).name[:10] for name in done[first:last]}
         assert {"metrics.cs", "events.out"} <= names
-
-
-# ---- signals
-
-
-@night
-@pytest.mark.parametrize(
-    "stop",
-    [lambda process: os.killpg(process.pid, signal.SIGINT),
-     lambda process: os.kill(children(process.pid)[0], signal.SIGUSR1)],
-    ids=["SIGINT to all", "SIGUSR1 to rank 1"],
-)  # fmt: skip
-def test_a_signal_to_all_processes_or_to_one_stops_all_and_the_run_goes_on(stop, whole, cwd):
-    done = interrupt(f"{LONG} {ON_2}", cwd, stop)
-    assert_stopped_and_saved(done, cwd)
-    run(f"train.py --resume auto {ON_2}", cwd)
-    assert_same_training(cwd, whole)
 
 
 def test_a_second_ctrl_c_ends_at_once(program, cwd):

@@ -15,18 +15,7 @@ from comparisons import assert_same_weights
 from edits import insert_before, replace
 from killer import kill_before
 from mistakes import refuses
-from outputs import (
-    checkpoint,
-    copied,
-    flip_a_bit,
-    history,
-    last_summary,
-    rows,
-    run_dir,
-    truncate,
-    weights,
-    without_locks,
-)
+from outputs import checkpoint, copied, flip_a_bit, history, last_summary, rows, run_dir, weights, without_locks
 
 from runtime.files import lock
 
@@ -99,8 +88,8 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(parent, tmp_path):
     (cwd / "29990101-000000-it's").mkdir()
     (cwd / "29990101-000000-it's" / "config.yaml").touch()
     damaged = run_dir(cwd) / "checkpoints" / "step-00000020.ckpt"
-    truncate(damaged)
-    truncate(damaged.with_name("best.ckpt"))
+    for path in (damaged, damaged.with_name("best.ckpt")):
+        path.write_bytes(b"half")
     out = call(f"{FORK} --parent train_out --out_dir it's", cwd).stdout
     assert f"skipped {damaged.relative_to(cwd)}: is not a whole checkpoint\n" in out and damaged.exists()
     words = ["next:", "python", "train.py", "--resume", "29990101-000001-it's"]

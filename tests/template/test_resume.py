@@ -1,5 +1,6 @@
 """A run that was killed, or asked to stop, goes on as if nothing had happened. So do finished and damaged ones."""
 
+import os
 import re
 import shutil
 import signal
@@ -10,20 +11,9 @@ import torch
 from commands import LONG, ON_2, PREEMPTED, REPO, SMALL, STEPS, call, execute, folders, run, start
 from comparisons import assert_same_best, assert_same_run, assert_same_training
 from edits import insert_after, insert_before
-from mistakes import assert_one_line, refuses
-from outputs import (
-    copied,
-    flip_a_bit,
-    history,
-    last_summary,
-    newest,
-    run_dir,
-    set_running,
-    snapshot,
-    truncate,
-    without_locks,
-)
-from processes import assert_stopped_and_saved, interrupt, kill_group, terminate, terminate_group, terminate_rank_1
+from mistakes import refuses
+from outputs import copied, flip_a_bit, history, last_summary, newest, run_dir, set_running, truncate, without_locks
+from processes import assert_stopped_and_saved, children, interrupt, kill_group, terminate
 
 from config import TrainConfig
 from runtime.options import values_of
@@ -54,23 +44,28 @@ def test_killed_in_mid_epoch_and_resumed_reads_one_checkpoint_as_a_whole_and_is_
     assert_same_best(cwd, whole)
 
 
+def kill_rank_1(pid: int, number: int) -> None:
+    os.kill(children(pid)[0], number)
+
+
 THREE = "--devices 3 --strategy ddp --effective_batch_size 48"  # the order in which gradients are added counts
 
 
 @pytest.mark.parametrize(
-    "options, stop",
+    "options, number, kill",
     [
-        pytest.param("--num_workers 2", terminate_group, id="sigterm to the group with workers"),
-        pytest.param("", lambda process: process.send_signal(signal.SIGHUP), id="hangup of the terminal"),
-        pytest.param(THREE, terminate_rank_1, id="3_processes_stop_together", marks=pytest.mark.night),
+        pytest.param("--num_workers 2", signal.SIGTERM, os.killpg, id="sigterm to the group with workers"),
+        pytest.param("", signal.SIGHUP, os.kill, id="hangup of the terminal"),
+        pytest.param(ON_2, signal.SIGINT, os.killpg, id="SIGINT to 2 processes", marks=pytest.mark.night),
+        pytest.param(THREE, signal.SIGUSR1, kill_rank_1, id="3_processes_stop_together", marks=pytest.mark.night),
     ],
 )
-def test_a_signal_stops_and_saves_and_the_same_command_goes_on(options, stop, whole, no_nohup, tmp_path, cwd):
+def test_a_signal_stops_and_saves_and_the_same_command_goes_on(options, number, kill, whole, no_nohup, tmp_path, cwd):
     """Between two logs: the mean that is logged next is that of all its steps, those before the stop included."""
     command = f"{LONG} {options} --resume auto"  # starts a new run where there is none to go on with
-    assert_stopped_and_saved(interrupt(command, cwd, stop), cwd)
+    assert_stopped_and_saved(interrupt(command, cwd, lambda process: kill(process.pid, number)), cwd)
     run(command, cwd)
-    if options == THREE:
+    if "--devices" in options:
         (whole,) = folders(tmp_path, "whole")
         run(command, whole)
     assert_same_run(cwd, whole)
@@ -160,9 +155,9 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(length: str, others
     for deleted in ("none", "step-*", "*"):
         for path in run_dir(tmp_path).glob(f"checkpoints/{deleted}"):
             path.unlink()
-        before = snapshot(tmp_path)
+        before = without_locks(tmp_path)
         printed = execute(f"train.py --resume auto {others}", tmp_path).stdout
-        assert "finished after 2 of " in printed and snapshot(tmp_path) == before
+        assert "finished after 2 of " in printed and without_locks(tmp_path) == before
         names = {*re.findall(r"--(\w+)", others)}
         assert {*re.findall(r"^--(\w+) .+ instead of ", printed, re.MULTILINE)} == names
     longer = f"train.py --resume auto --early_stopping_patience 0 --max_steps 20 {others}"
@@ -219,10 +214,8 @@ def test_without_a_whole_checkpoint_nothing_is_done_and_nothing_deleted(killed, 
     for path in run_dir(cwd).glob("checkpoints/*"):
         damage(path)
     of_summary(run_dir(cwd) / "summary.json")
-    before = without_locks(cwd)
-    done = call("train.py --resume auto", cwd, code=1)
-    assert_one_line(done, f"no checkpoint in {run_dir(cwd).name}/checkpoints can be read", "nothing was changed")
-    assert without_locks(cwd) == before
+    words = (f"no checkpoint in {run_dir(cwd).name}/checkpoints can be read", "nothing was changed")
+    refuses("train.py --resume auto", cwd, *words, code=1)
 
 
 # ---- the names of runs

@@ -9,7 +9,6 @@ import pytest
 from commands import LONG, ON_2, SMALL, call, execute, run, run_in
 from comparisons import assert_same_run, assert_same_training, killed_and_resumed, on_one_and_two
 from edits import copy_programs, insert_after, insert_before, replace, with_edits
-from optimizers import HALVED, LOOKAHEAD
 from outputs import checkpoint, history, rows, run_dir
 from processes import interrupt, kill_group
 
@@ -17,6 +16,36 @@ from runtime.checkpoints import with_tensors
 
 FEW = f"{SMALL} --lr_schedule constant --log_interval 1 --logger_name csv"
 ADAMW = "torch.optim.AdamW({}, lr=plan.peak_lr, weight_decay=config.weight_decay, fused=True)"
+# Lookahead (Zhang et al. 2019, arXiv:1907.08610): every third step it goes half of the way from the slow weights, which
+# it copies from the model at the beginning, to where its inner optimizer is. It has a state_dict of its own.
+LOOKAHEAD = """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner, self.state, self.defaults = inner, inner.state, inner.defaults
+        self.param_groups, self.count = inner.param_groups, 0
+        self.parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self.slow = [parameter.detach().clone() for parameter in self.parameters]
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.count += 1
+        if self.count % 3 == 0:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow, self.parameters):
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.slow, self.count = state["slow"], state["count"]
+"""
 CRITIC = {  # a second model, trained beside the first, by an optimizer with a state_dict of its own
     "before functions": LOOKAHEAD,
     "after set-up is done": """
@@ -182,6 +211,56 @@ def test_a_run_with_its_own_order_is_resumed_in_the_middle_of_an_epoch(program: 
     assert_same_run(cwd, tmp_path)
 
 
+# As the 8-bit optimizers of torchao: the state is a tensor subclass that cannot be cloned. torch loads it once it is
+# told that it is safe.
+HALVED = '''
+import torch
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+
+class Halved(torch.Tensor):
+    """A tensor of float32 that is kept in float16."""
+
+    def __new__(cls, kept):
+        return torch.Tensor._make_wrapper_subclass(cls, kept.shape, dtype=torch.float32, device=kept.device)
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        if function is aten.copy_.default:
+            args[0].kept.copy_(args[1].kept if isinstance(args[1], cls) else args[1])
+            return args[0]
+        if function is aten.clone.default:
+            raise NotImplementedError("clone")
+        if function in (aten.detach.default, aten._to_copy.default):
+            return cls(args[0].kept.to((kwargs or {}).get("device")))
+        args, kwargs = tree_map(lambda x: x.kept.float() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+torch.serialization.add_safe_globals([Halved])
+
+
+class HalvedMomentum(torch.optim.Optimizer):
+    def __init__(self, parameters, lr=1e-3):
+        super().__init__(parameters, {"lr": torch.tensor(lr)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    self.state[parameter]["momentum"] = Halved(torch.zeros_like(parameter, dtype=torch.float16))
+                momentum = self.state[parameter]["momentum"]
+                momentum.copy_(0.9 * momentum + parameter.grad)
+                parameter.sub_(group["lr"] * momentum)
+'''
+
+
 def test_an_optimizer_whose_state_is_a_tensor_subclass_is_resumed(program: Path, tmp_path: Path):
     """And evaluated. A program that tells torch of the class only after a checkpoint is chosen says why it fails."""
     late = tmp_path / "late"
@@ -209,21 +288,6 @@ def test_a_run_without_a_checkpoint_yet_begins_again(program: Path, tmp_path: Pa
     assert line in call(f"{program}/train.py --resume auto --precision 32-true", cwd).stdout
     assert_same_run(cwd, tmp_path)
     assert line not in call(f"{program}/train.py --resume auto --max_steps 21", cwd).stdout
-
-
-# 16-mixed on the CPU, as far as the gradient scaler goes. (Without `--precision 16-mixed`, which is refused there.)
-SCALED = """
-from lightning.fabric.plugins import MixedPrecision
-
-del options["precision"]
-options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
-"""
-
-
-def test_a_gradient_scaler_that_the_run_did_not_have_starts_afresh(program: Path, cwd: Path):
-    call(f"train.py {SMALL} --max_steps 2", cwd)
-    call(f"{insert_before(program, 'Fabric', SCALED)}/train.py --resume auto --max_steps 4", cwd)
-    assert checkpoint(cwd, "step-00000004")["precision"]["scale"] == 2
 
 
 def test_the_rates_and_how_a_step_is_computed_are_those_of_the_code_and_the_options(program: Path, cwd: Path):
