@@ -145,13 +145,6 @@ def run_in(folder: Path, *commands: str) -> Path:
     return folder
 
 
-def refused(command: str, cwd: Path, code: int = 1) -> str:
-    """What a command says that ends with this code and leaves nothing behind."""
-    error = execute(command, cwd, code).stderr
-    assert list(cwd.iterdir()) == []
-    return error
-
-
 def folders(parent: Path, *names: str) -> list[Path]:
     """Makes folders of these names."""
     found = [parent / name for name in names]

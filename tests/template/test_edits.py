@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ON_2, SMALL, call, execute, refused
+from commands import ON_2, SMALL, call, execute
 from comparisons import ended_and_resumed
 from edits import entries_of, insert_after, insert_before, replace, with_edits
 from mistakes import refuses
@@ -94,7 +94,8 @@ def test_a_mistake_is_told_with_its_place_and_leaves_nothing_behind(
     """Whatever its type: an error of the system is one of the data, and no mistake in the options. The traceback is
     whole, be it that of a rank, has the line of code, as it stands in the program, and ends with the cause."""
     with_edits(program, edits)
-    error = refused(f"{program}/train.py {SMALL} {options}", cwd)
+    error = execute(f"{program}/train.py {SMALL} {options}", cwd, code=1).stderr
+    assert list(cwd.iterdir()) == []
     first, *frames, last = error.splitlines()
     assert re.fullmatch(r"(rank [01]: )?Traceback \(most recent call last\):", first) and last.startswith(words), error
     assert [line for line in frames if line.startswith(f'  File "{program}/')], error

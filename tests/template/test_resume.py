@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import LONG, ON_2, PREEMPTED, REPO, SMALL, STEPS, call, execute, folders, run, start
+from commands import LONG, ON_2, PREEMPTED, REPO, SLOW, SMALL, STEPS, call, execute, folders, run, start
 from comparisons import assert_same_best, assert_same_run, assert_same_training
 from edits import insert_after, insert_before
 from mistakes import refuses
 from outputs import copied, flip_a_bit, history, last_summary, newest, run_dir, set_running, truncate, without_locks
-from processes import assert_stopped_and_saved, children, interrupt, kill_group, terminate
+from processes import assert_stopped_and_saved, children, interrupt, kill_group, terminate, wait_for
 
 from config import TrainConfig
 from runtime.options import values_of
@@ -86,6 +86,15 @@ def test_a_signal_that_comes_twice_is_one(no_nohup, program, cwd):
     done = run(f"{insert_after(program, 'step is done', SIGNALS)}/{LONG}", cwd, code=PREEMPTED)
     assert_stopped_and_saved(done, cwd)
     assert done.stderr.count("stopping at the end of a step") == 1
+
+
+def test_ranks_ask_each_other_about_once_a_second_whether_to_stop(cwd):
+    """Here nothing else lets them meet: nothing is logged, validated or saved before the end."""
+    seldom = " ".join(f"--{name}_interval 100000" for name in ("log", "val", "checkpoint"))
+    process = start(f"{SLOW} {ON_2} {seldom}", cwd)
+    wait_for(lambda: process.poll() is not None or list(cwd.glob("*/config.yaml")))
+    process.terminate()
+    assert "stopped after" in process.communicate(timeout=300)[0] and process.returncode == PREEMPTED
 
 
 def test_a_run_goes_on_with_2_processes_and_again_with_1_in_mid_epoch(whole, killed, tmp_path):

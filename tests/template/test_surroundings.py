@@ -1,6 +1,7 @@
 """What lies around a run where people train: other processes, signals, folders, disks, and what libraries do."""
 
 import errno
+import fcntl
 import os
 import re
 import signal
@@ -140,7 +141,7 @@ def test_an_error_of_the_system_is_one_line_and_renames_nothing(finished, tmp_pa
     refuses(f"train.py {SMALL} --out_dir other", cwd, "build_datasets", "/proc/nowhere")
 
 
-def test_a_file_system_that_refuses_to_append_to_sync_and_to_link_is_written_to(tmp_path, cwd, monkeypatch):
+def test_a_file_system_that_refuses_to_append_to_lock_to_sync_and_to_link_is_written_to(tmp_path, cwd, monkeypatch):
     """As some of FUSE and of memory sticks do. best.ckpt is then a copy."""
     open_file, refuse = open, refusing(errno.EINVAL)
 
@@ -153,7 +154,9 @@ def test_a_file_system_that_refuses_to_append_to_sync_and_to_link_is_written_to(
     monkeypatch.setattr("builtins.open", without_append)
     monkeypatch.setattr("os.fsync", refuse)
     monkeypatch.setattr("os.link", refuse)
-    call(command, cwd)
+    flock = fcntl.flock  # gets a number of the lock of build_datasets, which is on another file system
+    monkeypatch.setattr("fcntl.flock", lambda file, how: (flock if isinstance(file, int) else refuse)(file, how))
+    assert "cannot be locked (Invalid argument)" in call(command, cwd).stdout
     assert_same_run(cwd, tmp_path)
     assert_same_best(cwd, tmp_path)
     files = [*run_dir(cwd).glob("checkpoints/*")]

@@ -77,6 +77,22 @@ def test_a_launcher_from_outside_gives_one_run_with_the_same_weights(tmp_path):
         torch.testing.assert_close(weights(cwd), weights(own), atol=0, rtol=0)
 
 
+DP = """
+from lightning.fabric.strategies import DataParallelStrategy
+
+fabric = Fabric(accelerator="cpu", devices=1, strategy=DataParallelStrategy(parallel_devices=[torch.device("cpu")]))
+"""
+
+
+@pytest.mark.night
+def test_dp_trains_like_one_process_without_a_warning(program, tmp_path):
+    dp, one = folders(tmp_path, "dp", "one")
+    call(f"train.py {MICRO_32}", one)
+    done = run(f"{insert_after(program, 'Fabric', DP)}/train.py {MICRO_32}", dp, CUDA_VISIBLE_DEVICES="")
+    assert_same_training(dp, one)
+    assert done.stderr == ""
+
+
 # ---- random numbers of an edit
 
 # What a step draws for all ranks, such as a layer and a weight for manifold mixup. Each rank writes it down.
