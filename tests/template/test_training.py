@@ -183,7 +183,7 @@ def test_the_samples_of_all_processes_count_and_the_time_of_steps_alone(tmp_path
     options = f"{SMALL} --max_steps 6 --log_interval 1 --val_interval 2 --checkpoint_interval 3"
     one, two = on_one_and_two(f"{program}/train.py {options}", tmp_path)
     rates = [[row["samples_per_second"] for row in rows(cwd)] for cwd in (one, two)]
-    assert rates[0] == rates[1] and len(rates[0]) == 6 and min(rates[0]) > 1
+    assert rates == 2 * [6 * rates[0][:1]] and rates[0][0] > 1
 
 
 def test_the_whole_gradient_is_clipped_once_and_its_norm_is_logged_as_it_was_before(tmp_path):
