@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from commands import EVERY_FOURTH_STEP, LONG, ON_2, REPO, SMALL, call, execute, run, run_in
 from comparisons import assert_same_weights
-from copies import generator, imported, imported_train, sizes_of_outputs, with_recipe
+from copies import generator, imported, imported_train, with_recipe
 from edits import insert_after, insert_before, replace
 from lightning.fabric import Fabric
 from mistakes import refuses
@@ -500,6 +500,16 @@ def test_language_model_logs_tokens_per_second_and_mfu(language_model: Path, tmp
     for row in rows(run_in(tmp_path / "cwd", command)):
         assert row["tokens_per_second"] == pytest.approx(module.LENGTH * row["samples_per_second"], 1e-5)
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 0.002e12 / 2, 1e-5)
+
+
+def sizes_of_outputs(compute_loss, model: torch.nn.Module, batch) -> list[tuple]:
+    """The sizes of the tensors that leave the model in compute_loss."""
+    found = []
+    with model.register_forward_hook(lambda module, given, output: found.append(output)):
+        compute_loss(model, batch, None)
+    (output,) = found
+    parts = output if isinstance(output, tuple) else (output,)
+    return [tuple(part.shape) for part in parts if part is not None]
 
 
 def test_language_model_training_gets_the_loss_of_the_logits_without_the_logits(language_model: Path, monkeypatch):

@@ -15,6 +15,12 @@ from edits import apply, copy_programs, insert_before, replace
 needs_recipes = pytest.mark.skipif(not RECIPES.exists(), reason="recipes/ has been deleted")
 
 
+def copy_repository(folder: Path) -> Path:
+    """Copies the repository, without its history, virtual environment, caches and runs."""
+    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
+    return Path(shutil.copytree(REPO, folder, ignore=skipped))
+
+
 def copy_project_tests(program: Path) -> None:
     """Copies what the tests of a project need into a copy of the programs."""
     skipped = shutil.ignore_patterns("__pycache__")
@@ -103,13 +109,3 @@ def imported_train(program: Path, patch: pytest.MonkeyPatch) -> ModuleType:
 def generator(seed: int = 0) -> torch.Generator:
     """One of its own, on the CPU."""
     return torch.Generator().manual_seed(seed)
-
-
-def sizes_of_outputs(compute_loss, model: torch.nn.Module, batch) -> list[tuple]:
-    """The sizes of the tensors that leave the model in compute_loss."""
-    found = []
-    with model.register_forward_hook(lambda module, given, output: found.append(output)):
-        compute_loss(model, batch, None)
-    (output,) = found
-    parts = output if isinstance(output, tuple) else (output,)
-    return [tuple(part.shape) for part in parts if part is not None]

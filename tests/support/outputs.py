@@ -83,7 +83,7 @@ def read_tensorboard(folder: Path):
     """What TensorBoard reads of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     board.Reload()
     return board
 

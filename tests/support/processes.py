@@ -85,13 +85,13 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start_two(commands: list[str], *cwds: Path, **env: str) -> list[subprocess.Popen]:
-    """Two nodes with a process each, in one folder or in two, which nothing but the command has launched: they must
-    notice each other's end."""
+def start_two(commands: list[str], cwds: list[Path], **env: str) -> list[subprocess.Popen]:
+    """Two nodes with a process each, in a folder each, which nothing but the command has launched: they must notice
+    each other's end."""
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
-        start(f"{command} --num_nodes 2 --devices 1", cwds[-rank], NODE_RANK=str(rank), **env)
-        for rank, command in enumerate(commands)
+        start(f"{command} --num_nodes 2 --devices 1", cwd, NODE_RANK=str(rank), **env)
+        for rank, (command, cwd) in enumerate(zip(commands, cwds, strict=True))
     ]
 
 

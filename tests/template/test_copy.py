@@ -3,7 +3,6 @@ defaults, also where the rest is deleted, and fails where the code is wrong. Win
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import zygote
 from commands import RECIPES, REPO, clean_environment
-from copies import copy_project_tests, diff, diffs, edited, with_recipe
+from copies import copy_project_tests, copy_repository, diff, diffs, edited, with_recipe
 from edits import POINTS, copy_programs, entries_of, insert_before, replace, with_edits, with_text
 from test_own_options import FIELDS, NESTED, with_fields
 
@@ -43,8 +42,7 @@ DEFAULTS = {
 
 def copy_after(command: str, folder: Path) -> Path:
     """A copy of the repository in which a command has deleted something."""
-    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
-    copy = Path(shutil.copytree(REPO, folder, ignore=skipped))
+    copy = copy_repository(folder)
     subprocess.run(["bash", "-ec", command], cwd=copy, check=True)
     return copy
 

@@ -133,7 +133,7 @@ def test_what_rank_0_does_alone(what: str, point: str, program, cwd):
     that was frozen meanwhile as long as --timeout says. Each is on a node of its own, so that nothing else ends it; a
     download is waited for on the same one."""
     command = f"{insert_before(program, point, WAIT)}/train.py {STEPS} --epochs 1"
-    processes = [start(f"{command} {ON_2}", cwd)] if point == DOWNLOAD else start_two([command, command], cwd)
+    processes = [start(f"{command} {ON_2}", cwd)] if point == DOWNLOAD else start_two([command] * 2, [cwd] * 2)
     wait_for(lambda: (cwd / "waits").exists() or any(process.poll() is not None for process in processes))
     if what == LONGER:
         time.sleep(15)
@@ -220,7 +220,7 @@ def test_a_rank_with_other_options_or_files_is_named(differs: str, word: str, tm
             insert_before(program, differs, "import parts.own")
         option = "--base_lr 0.002" if differs == "option" and rank == 1 else ""
         commands.append(f"{program}/train.py {STEPS} {option}")
-    for rank, process in enumerate(start_two(commands, cwd)):
+    for rank, process in enumerate(start_two(commands, [cwd] * 2)):
         done = subprocess.CompletedProcess("train.py", process.wait(300), *process.communicate())
         assert done.returncode == 2
         assert_one_line(done, f"rank {rank}: ", word, f" on rank 1 ({HOST})")
@@ -258,7 +258,7 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
 def test_a_run_directory_that_another_machine_sees_late_or_never(is_seen: bool, tmp_path):
     """Late over NFS; never where it has a --root_dir of its own, which is told by each rank."""
     here, there = folders(tmp_path, "here", "there")
-    processes = start_two([f"train.py {SMALL} --epochs 1"] * 2, here, there)
+    processes = start_two([f"train.py {SMALL} --epochs 1"] * 2, [here, there])
     if is_seen:
         wait_for(lambda: [*here.iterdir()])
         time.sleep(2)

@@ -144,7 +144,7 @@ def test_a_nested_path_is_that_of_the_machine(program, tmp_path, monkeypatch):
     for words, path in (("", "/home/me/weights"), ("--paths.weights_dir ~/other", "/home/me/other")):
         assert f"{SEEN} {path}\n" in call(f"{program}/test.py --accelerator cpu {words}", tmp_path).stdout
     command = f"{program}/train.py {SMALL} --paths.weights_dir"
-    for process in start_two([f"{command} a --split 3", f"{command} b --split 4"], tmp_path):
+    for process in start_two([f"{command} a --split 3", f"{command} b --split 4"], [tmp_path] * 2):
         error = process.communicate(timeout=300)[1]
         assert process.returncode == 2 and "--split" in error and "weights_dir" not in error
 

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import LONG, ON_2, REPO, SMALL, call, execute, folders, run, run_in
+from commands import LONG, ON_2, PREEMPTED, REPO, SMALL, call, execute, folders, run, run_in
 from comparisons import assert_same_training, assert_same_weights, killed_and_resumed, on_one_and_two
 from copies import blocks, copy_project_tests, diff, diffs, edited, with_recipe, with_tied_weights
 from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
-from outputs import checkpoint, history, last_summary, predictions_of, results, rows, run_dir, weights
+from outputs import checkpoint, history, last_summary, predictions_of, read_tensorboard, results, rows, run_dir, weights
 from processes import interrupt
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import TrainConfig
 from data import build_datasets
@@ -265,7 +264,7 @@ def test_pictures_histograms_crops_and_a_rate_that_is_halved_are_resumed_and_the
     assert_same_training(two, whole)
     assert [row["lr"] for row in rows(two)] == rates
     for cwd in (killed, two):
-        board = EventAccumulator(str(run_dir(cwd)), size_guidance={"histograms": 0}).Reload()
+        board = read_tensorboard(run_dir(cwd))
         assert [event.step for event in board.Histograms("weights/first")] == [row["step"] for row in rows(cwd)]
     printed = call(f"{program}/test.py --accelerator cpu", killed).stdout
     assert "built for 8 8\n" in printed and "shape False 8 8" in printed
@@ -379,7 +378,7 @@ def test_save_pretrained_writes_the_final_weights_also_where_no_step_is_left_and
     program = made("trained_model", "save_pretrained at the end", tmp_path)
     stopped, cwd = folders(tmp_path, "stopped", "cwd")
     done = interrupt(f"{program}/{LONG} --epochs 3000", stopped, lambda process: process.send_signal(signal.SIGTERM))
-    assert done.returncode == 75, done.stderr  # the model has no save_pretrained
+    assert done.returncode == PREEMPTED, done.stderr  # the model has no save_pretrained
     saves = "lambda self, folder: (folder.mkdir(exist_ok=True), torch.save(self.state_dict(), folder / 'weights.pt'))"
     insert_before(program, "functions", f"Model.save_pretrained = {saves}\n\n\n")
     resume = "train.py --resume auto"

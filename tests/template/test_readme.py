@@ -3,7 +3,6 @@ code. The links of all pages lead somewhere."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,7 @@ import pytest
 import torch
 from commands import LONG, RECIPES, REPO, call, clean_environment, execute
 from comparisons import killed_and_resumed
-from copies import blocks, diffs, edited, needs_recipes
+from copies import blocks, copy_repository, diffs, edited, needs_recipes
 from edits import replace
 from outputs import checkpoint, rows, weights
 
@@ -59,8 +58,7 @@ def test_the_statistics_of_batchnorm_are_in_model_pt_alone(tmp_path: Path):
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the repository, in which the commands run one after the other."""
-    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "[0-9]*-[0-9]*-*")
-    return Path(shutil.copytree(REPO, tmp_path_factory.mktemp("readme") / "checkout", ignore=skipped))
+    return copy_repository(tmp_path_factory.mktemp("readme") / "checkout")
 
 
 # What installs from the network, .ci/run runs; the run that is killed is in the next test.

@@ -30,7 +30,7 @@ def steps_with(cwd: Path, name: str) -> list[int]:
 # ---- batches and devices
 
 
-def assert_same_training(ours: Path, theirs: Path) -> None:
+def assert_same_losses(ours: Path, theirs: Path) -> None:
     """Weights and logged losses agree up to the rounding of a sum."""
     torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-5, rtol=0)
     assert len(rows(ours)) == len(rows(theirs)) == 20
@@ -47,7 +47,7 @@ def test_accumulating_micro_batches_trains_like_one_batch_of_64(tmp_path):
     call(command, whole)
     printed = call(f"{command} --micro_batch_size 16", parts).stdout
     assert "effective_batch_size 64 = 1 device(s) x 16 micro_batch_size x 4" in printed
-    assert_same_training(parts, whole)
+    assert_same_losses(parts, whole)
 
 
 def test_2_processes_train_like_1_with_dropout_and_augmentation(tmp_path):
@@ -56,7 +56,7 @@ def test_2_processes_train_like_1_with_dropout_and_augmentation(tmp_path):
     one, two = folders(tmp_path, "one", "two")
     call(f"train.py {MICRO_32}", one)
     done = run(f"train.py {MICRO_32} {ON_2}", two)
-    assert_same_training(one, two)
+    assert_same_losses(one, two)
     for cwd in (one, two):
         assert checkpoint_names(cwd) == ["best", "step-00000012", "step-00000016", "step-00000020"]
         values = {row["step"]: row["val/accuracy"] for row in rows(cwd) if "val/accuracy" in row}
@@ -89,7 +89,7 @@ def test_dp_trains_like_one_process_without_a_warning(program, tmp_path):
     dp, one = folders(tmp_path, "dp", "one")
     call(f"train.py {MICRO_32}", one)
     done = run(f"{insert_after(program, 'Fabric', DP)}/train.py {MICRO_32}", dp, CUDA_VISIBLE_DEVICES="")
-    assert_same_training(dp, one)
+    assert_same_losses(dp, one)
     assert done.stderr == ""
 
 

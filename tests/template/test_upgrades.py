@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import REPO, call
-from copies import blocks
+from copies import blocks, copy_repository
 from edits import copy_programs, replace
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -150,8 +150,7 @@ def test_an_installation_has_no_modules(tmp_path: Path):
     """`pip install .` brings the dependencies alone: an installed train.py would hide the one that is edited."""
     if Version(version("setuptools")) < Version("77"):
         pytest.skip("needs setuptools 77 or later")
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "[0-9]*-[0-9]*-*")
-    copied = shutil.copytree(REPO, tmp_path / "copied", ignore=skipped)
+    copied = copy_repository(tmp_path / "copied")
     build = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, tmp_path], cwd=copied, check=True)
     (wheel,) = tmp_path.glob("*.whl")
