@@ -33,20 +33,20 @@ def cwd(tmp_path: Path) -> Path:
     return tmp_path / "cwd"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """Where a run was never interrupted. To be read, not changed."""
-    cwd = tmp_path_factory.mktemp("whole")
-    call(LONG, cwd)
-    return cwd
+def where_trained(command: str):
+    """A fixture: where a run of the command was never interrupted. To be read, not changed."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory) -> Path:
+        cwd = tmp_path_factory.mktemp("trained")
+        call(command, cwd)
+        return cwd
+
+    return folder
 
 
-@pytest.fixture(scope="module")
-def two_saves(tmp_path_factory) -> Path:
-    """Where a run of TWO_SAVES was never interrupted. To be read, not changed."""
-    cwd = tmp_path_factory.mktemp("two_saves")
-    call(TWO_SAVES, cwd)
-    return cwd
+whole = where_trained(LONG)
+two_saves = where_trained(TWO_SAVES)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 from commands import ON_2, SMALL, call, execute, run
 from comparisons import assert_same_run
 from edits import REPO, insert_after, insert_before, replace, with_edits
+from fixtures import where_trained
 from mistakes import refuses
 from outputs import checkpoint, copied, last_summary, run_dir, weights
 from test_state import ADAMW, CRITIC
@@ -25,14 +26,7 @@ RUN = f"train.py {SMALL} --lr_schedule constant --logger_name csv --max_steps 6 
 RESUME = "train.py --resume auto --max_steps"
 FAST_RUN = f"train.py {SMALL} --fast_run"
 AT = "checkpoints/step-00000006.ckpt; changed since: "
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> Path:
-    """Where a run has made six steps, one and a half epochs. To be copied."""
-    cwd = tmp_path_factory.mktemp("begun")
-    call(RUN, cwd)
-    return cwd
+begun = where_trained(RUN)  # six steps, one and a half epochs; to be copied
 
 
 @pytest.fixture

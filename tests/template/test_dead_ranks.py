@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from commands import ON_2, PREEMPTED, REPO, SLOW, SMALL, TORCHRUN, call, folders, run, start
 from comparisons import assert_same_run
 from edits import copy_programs, insert_after, insert_before, replace
@@ -252,6 +253,17 @@ def test_parameters_without_a_gradient_are_named_in_the_first_step_and_nothing_i
     done = run(f"{program}/train.py {SMALL} --devices 2 --strategy ddp_find_unused_parameters_true", cwd)
     assert "finished after 20 of 20 steps" in done.stdout
     assert "did not find any unused parameters" not in done.stderr  # DDP's advice to take the option away again
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="has one kind of instructions")
+@pytest.mark.parametrize("change, is_more", [(1e-7, False), (1e-4, True)])
+def test_ranks_with_processors_of_two_kinds_may_differ_in_rounding_and_not_more(change, is_more, program, cwd):
+    kind = 'import os\nif os.environ["NODE_RANK"] == "1": os.environ["ATEN_CPU_CAPABILITY"] = "default"'
+    insert_before(program, ("train.py", "", "import math"), kind)
+    insert_after(program, "step is done", f"model.module.layers[-1].weight.data += {change} * fabric.global_rank")
+    for process in start_two([f"{program}/train.py {SMALL} --epochs 1"] * 2, [cwd] * 2):
+        error = process.communicate(timeout=300)[1]
+        assert (process.returncode, "weights are those of rank 0: False on rank 1" in error) == (is_more,) * 2, error
 
 
 @pytest.mark.parametrize("is_seen", [True, False])

@@ -9,8 +9,9 @@ from pathlib import Path
 from shutil import copytree, rmtree
 
 import pytest
-from commands import LONG, REPO, SMALL, call, run, start
+from commands import LONG, REPO, SMALL, run, start
 from comparisons import assert_same_training
+from fixtures import where_trained
 from outputs import newest, run_dir, set_running, truncate, without_locks
 from processes import assert_stopped_and_saved, wait_for
 
@@ -38,12 +39,7 @@ def two_hosts() -> None:
         pytest.skip(f"no second host: {probe.stderr.strip()[-200:]}")
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Path:
-    """Where one process has trained."""
-    cwd = tmp_path_factory.mktemp("one")
-    call(f"train.py {MICRO_16}", cwd)
-    return cwd
+one = where_trained(f"train.py {MICRO_16}")  # by one process
 
 
 def pids(process: subprocess.Popen, host: int) -> list[int]:

@@ -184,6 +184,7 @@ FIELDS_THAT_CANNOT_BE = {
     "when: date = date(2026, 1, 1)": ("", "config.yaml --when"),
     "clip: float | None = 1.0": ("--clip", "config.yaml --clip None 1.0"),
     "decay: DecayConfig = DecayConfig(factor=-1)": ("", "config.py --decay.factor -1"),
+    'kinds: tuple[Literal["mean", "sum"], ...] = ("mean", "max")': ("", "config.py --kinds mean sum"),
     "parts: object = subgroups({'one': Run, 'two': Run}, default='one')": ("", "config.py --parts subgroups"),
     "parts: list[Run] = ()": ("", "config.py parts list[config.Run]"),
     "seed: int = 3": ("", "config.py --seed"),

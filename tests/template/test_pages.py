@@ -16,6 +16,7 @@ from commands import LONG, ON_2, PREEMPTED, REPO, SMALL, call, execute, folders,
 from comparisons import assert_same_training, assert_same_weights, killed_and_resumed, on_one_and_two
 from copies import blocks, copy_project_tests, diff, diffs, edited, with_recipe, with_tied_weights
 from edits import apply, copy_programs, insert_after, insert_before, replace, with_text
+from fixtures import where_trained
 from outputs import checkpoint, history, last_summary, predictions_of, read_tensorboard, results, rows, run_dir, weights
 from processes import interrupt
 
@@ -74,14 +75,7 @@ EDITS = {
     "unwrapped": (UNWRAPPED, 0),
     "torch alone": (TORCH_ALONE, 0),
 }
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    """Where the programs have run without an edit, and without weight decay."""
-    cwd = tmp_path_factory.mktemp("plain")
-    call(f"{TWELVE} --weight_decay 0", cwd)
-    return cwd
+plain = where_trained(f"{TWELVE} --weight_decay 0")  # without an edit
 
 
 @pytest.mark.parametrize("edit, atol", EDITS.values(), ids=EDITS)

@@ -10,6 +10,7 @@ import torch
 from commands import ON_2, TOOLS, call, execute, run
 from copies import diff, edited
 from edits import insert_after, insert_before, replace
+from fixtures import where_trained
 from mistakes import refuses
 from outputs import copied, rows, run_dir, set_running, without_locks
 
@@ -42,12 +43,7 @@ def assert_same_step(cwd: Path, step: int, path: Path) -> None:
     assert math.hypot(*kept["gradient_norms"].values()) == pytest.approx(row["train/grad_norm"], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory) -> Path:
-    """Where a run has logged each step. To be read, not changed."""
-    cwd = tmp_path_factory.mktemp("logged")
-    call(f"{TRAIN} --log_interval 1 --micro_batch_size 16", cwd)
-    return cwd
+logged = where_trained(f"{TRAIN} --log_interval 1 --micro_batch_size 16")
 
 
 # ---- any step

@@ -164,10 +164,11 @@ def test_a_file_system_that_refuses_to_append_to_lock_to_sync_and_to_link_is_wri
 
 
 def test_a_run_needs_no_other_program_and_stdout_may_be_ascii(tmp_path):
-    """Such as git, or a shell, which a small container does not have. The name is in umlauts."""
+    """Such as git, or a shell, which a small container does not have. The name is in umlauts, also in config.yaml."""
     command = f"train.py {SMALL} --epochs 1 --out_dir Größe"
     printed = run(command, tmp_path, PATH=str(tmp_path), PYTHONIOENCODING="ascii").stdout
     assert re.search(r"^run directory \d+-\d+-Gr\\xf6\\xdfe$", printed, re.MULTILINE)
+    assert "out_dir: Größe\n" in (run_dir(tmp_path, "Größe") / "config.yaml").read_text("utf-8")
     (provenance,) = run_dir(tmp_path, "Größe").glob("provenance/*.txt")
     assert "branch.oid" not in provenance.read_text()
 
