@@ -104,7 +104,7 @@ def test_the_end_of_one_process_is_noticed_while_another_one_builds(killed: int,
     slow, quick = nodes = folders(tmp_path, "slow", "quick")
     (quick / "go").touch()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = f"{program}/{TRAIN} --timeout 10 --num_nodes 2 --devices 1 --data_dir"
+    command = f"{program}/{TRAIN} --timeout 60 --num_nodes 2 --devices 1 --data_dir"
     processes = [
         start(f"{command} {own}", tmp_path, NODE_RANK=str(rank), TMPDIR=str(own), **env)  # a machine has its own lock
         for rank, own in enumerate(nodes)
@@ -117,5 +117,5 @@ def test_the_end_of_one_process_is_noticed_while_another_one_builds(killed: int,
         assert other.poll() is None
         (slow / "go").touch()
     (line,) = other.communicate(timeout=300)[1].splitlines()
-    assert other.returncode == 1 and is_lost(line, timeout=10)
+    assert other.returncode == 1 and is_lost(line, timeout=60)
     assert not [*tmp_path.glob("*train_out")]
